@@ -20,7 +20,7 @@ class Versions:
 class Sampling:
     """How tokens are drawn. Always sent to the engine in full, so that no default of a checkpoint can leak in.
 
-    The policy's distribution *p* of design and docs is the one after temperature, then top-k, then top-p, then min-p.
+    The policy's distribution is the one after temperature, then min-p, then top-k, then top-p: the order of vLLM 0.32.
     Example: `Sampling(temperature=1.0, max_tokens=64, stop_token_ids=(2,))`.
     """
 

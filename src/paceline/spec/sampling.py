@@ -109,7 +109,7 @@ def sample_with(probs_NV: torch.Tensor, uniforms_N: torch.Tensor) -> torch.Tenso
         row = int((~(mass_N1 > 0)).flatten().nonzero()[0])
         raise ValueError(f"row {row} of the probabilities has no mass (or NaN): nothing can be drawn from it.")
     below_mass_N1 = torch.nextafter(mass_N1, torch.zeros_like(mass_N1))
-    # The product may round up to the whole mass; every token would then lie below it.
+    # Noise of exactly 1 breaks the contract, but an id outside the vocabulary would crash far from here.
     level_N1 = torch.minimum(uniforms_N.double().unsqueeze(-1) * mass_N1, below_mass_N1)
     return torch.searchsorted(cdf_NV, level_N1, right=True).squeeze(-1)
 
