@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, assert_never
@@ -55,7 +56,8 @@ class VllmEngine:
         self._logprob_share = config.logprob_share
         self._shapes = checkpoint_shapes(folder)
         self._draft_shapes = checkpoint_shapes(draft_folder) if draft_folder is not None else None
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # vLLM looks at every attribute of every module, deprecated ones too.
             # vLLM seeds the global generators of the process it lives in; the fork gives them back as they were.
             self._llm = LLM(
                 str(folder),
@@ -76,6 +78,7 @@ class VllmEngine:
                 generation_config="vllm",
                 logprobs_mode="processed_logprobs",
                 disable_log_stats=True,
+                use_tqdm_on_load=False,
                 trust_remote_code=False,
             )
         self._engine = self._llm.llm_engine
@@ -274,6 +277,8 @@ class VllmEngine:
 
 def prepare_environment() -> None:
     """What vLLM reads from the environment, set before it is imported. Safe to call again."""
+    # It would override the recipe's engine.kv_cache_gib, in whole GiB and for every engine of the process.
+    os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")

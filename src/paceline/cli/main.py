@@ -1,0 +1,201 @@
+"""The `paceline` command: verbs, exit codes, and errors as one paragraph.
+
+Exit codes: 0 done, 1 a defect of ours (with its traceback), 2 something to correct, 130 stopped by Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+
+from paceline import __version__
+from paceline.errors import ConfigError, PacelineError
+
+OVERRIDES = "Any key of the recipe can be set here: --section.key value (for example --run.num_steps 3)."
+
+LIBRARY_ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    # Their bars would run through ours.
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    # Prompts are short: its threads would only compete for the cores.
+    "TOKENIZERS_PARALLELISM": "false",
+}
+"""Read by libraries when they are first imported; what the user has set holds."""
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Run one command; `words` default to the process's own. Returns the exit code."""
+    words = list(sys.argv[1:] if words is None else words)
+    others, overrides = split_overrides(words)
+    options, unknown = build_parser().parse_known_args(others)
+    for name, value in LIBRARY_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    try:
+        if unknown:
+            _refuse(unknown, options.verb)
+        return _dispatch(options, overrides)
+    except PacelineError as error:
+        return _say(str(error))
+    except KeyboardInterrupt:
+        return _stopped(options.verb, words)
+
+
+def run() -> None:
+    """Entry point of the console script."""
+    sys.exit(main())
+
+
+def split_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Take the `--section.key value` words out, wherever they stand: (other words, overrides)."""
+    others: list[str] = []
+    overrides: list[str] = []
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        if not (word.startswith("--") and "." in word.partition("=")[0]):
+            others.append(word)
+            continue
+        overrides.append(word)
+        if "=" not in word and rest and not rest[0].startswith("--"):
+            overrides.append(rest.pop(0))
+    return others, overrides
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The verbs. Options of a verb that no recipe holds; everything else is an override."""
+    parser = argparse.ArgumentParser(
+        prog="paceline",
+        description="Speculative decoding for RL rollouts that changes nothing about what is learned.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"paceline {__version__}")
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="COMMAND")
+
+    def verb(name: str, help_text: str, epilog: str = OVERRIDES) -> argparse.ArgumentParser:
+        return verbs.add_parser(name, help=help_text, description=help_text, epilog=epilog, allow_abbrev=False)
+
+    train = verb("train", "Train the policy of a recipe.")
+    train.add_argument("recipe", metavar="RECIPE.toml")
+    train.add_argument("--resume", action="store_true", help="go on from the newest checkpoint of the run folder")
+
+    compare = verb("compare", "Run a recipe in several arms that take turns, and compare speed and outcome.")
+    compare.add_argument("recipe", metavar="RECIPE.toml")
+    compare.add_argument("--arms", default="none,eagle3", help="values of draft.method (default: %(default)s)")
+    compare.add_argument("--fresh", action="store_true", help="remove an earlier comparison of the same run.name first")
+    compare.add_argument(
+        "--pairs", type=int, default=3, help="rollout measurements per arm at start, middle and end (default: 3)"
+    )
+    compare.add_argument(
+        "--in-flight", default=None, help="samples in flight of the rollout measurements (default: 16,64 if they fit)"
+    )
+
+    draft = verbs.add_parser("draft", help="Train the draft of a recipe.", description="Train the draft of a recipe.")
+    draft_verbs = draft.add_subparsers(dest="draft_verb", required=True, metavar="COMMAND")
+    draft_train = draft_verbs.add_parser(
+        "train", help="train or fetch from the cache", description="Train the draft of a recipe.", epilog=OVERRIDES
+    )
+    draft_train.add_argument("recipe", metavar="RECIPE.toml")
+
+    report = verb("report", "Print the tables of finished or running runs.", epilog="")
+    report.add_argument("runs", nargs="+", metavar="RUN", help="run folder, of train or of compare")
+
+    doctor = verb("doctor", "Check this machine, and a recipe, without starting an engine.")
+    doctor.add_argument("recipe", nargs="?", metavar="RECIPE.toml")
+
+    keys = verb("keys", "List every key of a recipe with its default and what it means.", epilog="")
+    keys.add_argument("section", nargs="?", help="one section only")
+    return parser
+
+
+def _dispatch(options: argparse.Namespace, overrides: list[str]) -> int:
+    # Each verb is imported when it is chosen, so that help and errors come at once.
+    match options.verb:
+        case "train":
+            from paceline.cli.train import train
+
+            return train(options.recipe, overrides, resume=options.resume)
+        case "compare":
+            from paceline.cli.compare import compare
+
+            return compare(
+                options.recipe,
+                overrides,
+                arms=options.arms.split(","),
+                fresh=options.fresh,
+                num_pairs=options.pairs,
+                in_flight=_integers("--in-flight", options.in_flight),
+            )
+        case "draft":
+            from paceline.cli.draft import train_draft
+
+            return train_draft(options.recipe, overrides)
+        case "report":
+            from paceline.cli.report import report
+
+            _no_overrides(overrides)
+            return report(options.runs)
+        case "doctor":
+            from paceline.cli.doctor import doctor
+
+            return doctor(options.recipe, overrides)
+        case "keys":
+            from paceline.cli.keys import print_keys
+
+            _no_overrides(overrides)
+            return print_keys(options.section)
+        case verb:
+            raise AssertionError(f"the parser let an unknown verb through: {verb}")
+
+
+def _refuse(unknown: list[str], verb: str) -> None:
+    from paceline.config.load import parse_overrides
+
+    own = {"train": ["--resume"], "compare": ["--arms", "--fresh", "--pairs", "--in-flight"]}
+    parse_overrides(unknown, own.get(verb, []))
+
+
+def _no_overrides(overrides: list[str]) -> None:
+    if overrides:
+        raise ConfigError(f"{overrides[0]} sets a key of a recipe, and this command reads none: leave it out")
+
+
+def _integers(name: str, text: str | None) -> list[int] | None:
+    if text is None:
+        return None
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError as error:
+        raise ConfigError(f"{name} -> must be numbers | got {text!r}. For example {name} 16,64") from error
+
+
+def _stopped(verb: str, words: list[str]) -> int:
+    """Say how to go on after Ctrl-C. Returns the exit code of an interrupted process."""
+    match verb:
+        case "train":
+            what, option = "Go on", "--resume"
+        case "compare":
+            what, option = "Start again", "--fresh"
+        case _:
+            _say("Stopped.")
+            return 130
+    again = words if option in words else [*words, option]
+    _say(f"Stopped. {what} with: {shlex.join(['paceline', *again])}")
+    return 130
+
+
+def _say(message: str) -> int:
+    """One paragraph on stderr. Returns the exit code of something to correct."""
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(stderr=True, highlight=False)
+    # A terminal gets wrapped lines; a file or a pipe gets each message whole.
+    console.print(Text.assemble(("paceline: ", "bold red"), message), soft_wrap=not console.is_terminal)
+    return 2
+
+
+if __name__ == "__main__":
+    run()

@@ -1,0 +1,26 @@
+"""Every shipped recipe loads, and in every arm that it can be compared in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from paceline.config.load import kinds, load_arms, load_recipe
+
+RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.toml"))
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_recipe_loads_and_names_its_run_after_its_file(path):
+    assert load_recipe(path).run.name == path.stem
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_recipe_loads_in_every_arm(path):
+    arms = list(kinds("draft"))
+    assert [recipe.draft.method for recipe in load_arms(path, [], arms).values()] == arms
+
+
+def test_there_are_recipes():
+    assert {"demo", "tiny-reference", "smollm2-chain-sum", "smollm2-gsm-symbolic"} <= {path.stem for path in RECIPES}
