@@ -89,8 +89,8 @@ class _RowCache(Cache):
 class ReferenceEngine:
     """Satisfies `RolloutEngine`. Speculates with any `Drafter`; without one it is plain decoding.
 
-    Results do not depend on who shares the batch, up to the rounding of matrix products: each request draws from its own
-    generator, seeded by `Request.seed`, the same number of uniforms in every step.
+    Results do not depend on who shares the batch, up to the rounding of matrix products: each request draws from its
+    own generator, seeded by `Request.seed`, the same number of uniforms in every step.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class ReferenceEngine:
         num_draft_tokens: int = 0,
         max_num_seqs: int = 64,
         max_model_len: int | None = None,
-        versions: Versions = Versions(policy=0),
+        versions: Versions | None = None,
     ) -> None:
         """`model` belongs to the engine from now on (`publish` writes into it); its dtype is that of the engine.
 
@@ -114,14 +114,14 @@ class ReferenceEngine:
         window = config.get("sliding_window")
         if window is not None and window < self.max_model_len:
             raise EngineError(
-                f"The policy attends within a sliding window of {window} tokens; the reference engine has full attention "
-                f"only. Use engine.kind = 'vllm', or keep prompt and response within {window} tokens."
+                f"The policy attends within a sliding window of {window} tokens; the reference engine has full "
+                f"attention only. Use engine.kind = 'vllm', or keep prompt and response within {window} tokens."
             )
         self.model = model.eval()
         self.drafter = drafter
         self.num_draft_tokens = num_draft_tokens if drafter is not None else 0
         self.max_num_seqs = max_num_seqs
-        self.versions = versions
+        self.versions = versions or Versions(policy=0)
 
     @torch.no_grad()
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Rollouts:
@@ -257,9 +257,7 @@ class ReferenceEngine:
         hidden = None
         if aux_states is not None:
             hidden = [aux_states[place, : len(row.token_ids) - 1] for place, row in enumerate(rows)]
-        proposal = self.drafter.propose(
-            [row.token_ids for row in rows], asked, hidden, [row.generator for row in rows]
-        )
+        proposal = self.drafter.propose([row.token_ids for row in rows], asked, hidden, [row.generator for row in rows])
         for row, ids, limit in zip(rows, proposal.token_ids, asked, strict=True):
             if len(ids) > limit:
                 raise EngineError(

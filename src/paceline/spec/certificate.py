@@ -23,8 +23,9 @@ Shapes: N tokens, V vocabulary, L = len(LAMBDAS).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -179,7 +180,7 @@ def score_tokens(
     ]
     if not chunks:
         nothing = torch.zeros(0, dtype=torch.float64, device=logits_NV.device)
-        return TokenScores(*[nothing] * 4, nothing.reshape(0, len(LAMBDAS)), nothing.bool())
+        return TokenScores(nothing, nothing, nothing, nothing, nothing.reshape(0, len(LAMBDAS)), nothing.bool())
     return TokenScores(*(torch.cat(parts) for parts in zip(*chunks, strict=True)))
 
 
@@ -337,7 +338,7 @@ class Certificate:
             "cross": [self._cross.count, self._cross.total],
         }
 
-    def load_state_dict(self, state: dict[str, object]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Replace all sums by those of a `state_dict`. Raises ValueError when its lambdas or bins are not ours."""
         if tuple(state["lambdas"]) != LAMBDAS or len(state["rank_counts"]) != RANK_BINS:
             raise ValueError("certificate sums of another version (lambdas or rank bins differ): start a new one.")
@@ -376,12 +377,12 @@ def alarm(
         everything = report.tokens + report.outside_kept
         if bdtrc(report.outside_kept - 1, everything, max_outside_share) < ALARM_RATE:
             return True
-    if report.log_m < ALARM_LOG_M or report.excess_nats is None:
+    if report.log_m < ALARM_LOG_M or report.excess_nats is None or report.excess_half_width is None:
         return False
     if delta == 0.0 and control is None:
         return True
     excess, half_width = report.excess_nats, report.excess_half_width
-    if control is not None and control.excess_nats is not None:
+    if control is not None and control.excess_nats is not None and control.excess_half_width is not None:
         excess -= control.excess_nats
         half_width = math.hypot(half_width, control.excess_half_width)
     return abs(excess) - half_width > delta

@@ -136,9 +136,10 @@ def verify(
     _check_shapes(target_probs_BKV, draft_tokens_BK, draft_probs_BKV)
     if (uniforms_BK1 is None) == (generators is None):
         raise ValueError("verify needs exactly one of uniforms_BK1 and generators.")
-    if uniforms_BK1 is None:
+    if generators is not None:
         uniforms_BK1 = draw_uniforms(generators, num_rows, num_slots + 1, device=str(target_probs_BKV.device))
 
+    assert uniforms_BK1 is not None
     accept_BK = uniforms_BK1[:, :num_slots] < acceptance_probs(
         target_probs_BKV[:, :num_slots], draft_probs_BKV, draft_tokens_BK
     )

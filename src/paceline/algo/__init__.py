@@ -1,0 +1,1 @@
+"""From rewards to a loss: advantages and the clipped objective."""

@@ -1,0 +1,1 @@
+"""Prompts: reasoning-gym tasks as token ids, and the order in which a run sees them."""

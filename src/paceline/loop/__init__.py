@@ -1,0 +1,1 @@
+"""The training loop: one for synchronous and asynchronous runs."""

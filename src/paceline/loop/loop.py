@@ -1,0 +1,422 @@
+"""The training loop. `TrainingRun.run_step` is the method, from top to bottom; the rest is bookkeeping around it.
+
+    prompts -> [publish] -> rollouts -> rewards ┐
+                                └-> re-scoring -┴-> advantages -> update -> metrics -> checkpoint
+
+Rewards are scored in worker processes while the policy re-scores the same tokens. The certificate is computed over
+every sampled token, before any group is dropped. `max_lag` is 0: every completion was sampled by the weights that it
+updates, and `_check_lag` reads that off the versions on the completions.
+"""
+
+from __future__ import annotations
+
+import signal
+import statistics
+import threading
+from collections import Counter
+from collections.abc import Generator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+import torch
+
+from paceline.algo.advantage import group_advantages
+from paceline.config.run import Recipe
+from paceline.engine.base import RolloutEngine, Rollouts
+from paceline.errors import CheckpointError, EngineError, LosslessError
+from paceline.loop.folder import RunFolder
+from paceline.loop.parts import Parts, build_parts
+from paceline.loop.seeds import EVALUATION_STEP, rank_noise_seed, request_seed
+from paceline.observe.progress import RunProgress, Silent
+from paceline.observe.stages import StageClock
+from paceline.spec.certificate import Certificate, CertificateReport, TokenScores, alarm, score_tokens
+from paceline.spec.stats import acceptance_stats
+from paceline.train.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
+from paceline.train.logprobs import Sample
+from paceline.train.policy import PolicyBatch
+from paceline.types import Completion, Prompt, Request, RolloutGroup, Versions
+
+DRAFTS_WITHOUT_ACCEPTANCE = 200
+"""Drafted tokens in a row of which none was accepted, after which a draft counts as dead. Losslessness hides a dead
+draft: the text stays right and only the speed is lost."""
+
+
+class TrainingRun:
+    """One run, step by step. `train` is the plain way to use it; a comparison holds two and lets them take turns.
+
+    Example::
+
+        with TrainingRun(recipe) as run:
+            while not run.finished:
+                metrics = run.run_step()
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        *,
+        folder: Path | None = None,
+        resume: bool = False,
+        parts: Parts | None = None,
+        progress: RunProgress | None = None,
+    ) -> None:
+        """Build the parts (or take `parts`), open the run folder (default `recipe.run.folder`), resume if asked to.
+
+        Raises `ConfigError` for a folder that holds another run, or this one without `resume`, and `CheckpointError`
+        for a checkpoint that cannot be trusted; before the parts are built, so that nothing expensive has started.
+        """
+        self.recipe = recipe
+        self.progress = progress or Silent()
+        self._folder = RunFolder(folder or recipe.run.folder, recipe, resume=resume)
+        newest = self._folder.newest_checkpoint()
+        checkpoint = None if newest is None else read_checkpoint(newest)
+        self.step = 0
+        self._certificate = Certificate()
+        self._drafted_since_accepted = 0
+        self.parts = parts or build_parts(recipe, self.progress)
+        self.engine: RolloutEngine = self.parts.engine
+        try:
+            self._folder.open()
+            if checkpoint is not None:
+                self._restore(checkpoint)
+            elif resume:
+                self._folder.start_over()
+                self.progress.status(f"No checkpoint in {self._folder.path}: starting from step 0")
+        except BaseException:
+            self.close()
+            raise
+
+    # -- the step ---------------------------------------------------------------------------------------------------
+
+    def run_step(self) -> dict[str, Any]:
+        """One optimisation step. Returns its line of metrics.jsonl.
+
+        Raises `LosslessError` when the certificate's alarm fires and `certificate.on_alarm` is `stop`; metrics and a
+        checkpoint of the step are then on disk.
+        """
+        parts, trainer = self.parts, self.parts.trainer
+        clock = StageClock(self._folder.trace, self.step + 1)
+        with clock.stage("data"):
+            prompts = parts.prompts.next(self.recipe.algorithm.prompts_per_step)
+            requests = self._requests(prompts, self.step)
+        with clock.stage("prepare"):
+            self._publish()
+        with clock.stage("generate"):
+            rollouts = parts.engine.generate(requests, parts.sampling)
+            self._check_lag(rollouts)
+            pending = self._submit(requests, rollouts)
+        with clock.stage("logprob"):
+            samples = [
+                Sample(request.prompt.token_ids, completion.token_ids)
+                for request, completion in zip(requests, rollouts.completions, strict=True)
+            ]
+            logprobs, certificate = self._score(samples, rollouts.completions)
+        with clock.stage("generate"):
+            # Only what is still unfinished after the re-scoring is waited for here.
+            groups = _groups(prompts, rollouts.completions, [reward.result() for reward in pending])
+        with clock.stage("train"):
+            advantages = [a for g in groups for a in group_advantages(g.rewards, self.recipe.algorithm.advantage)]
+            trainer.update(PolicyBatch(samples, logprobs, advantages))
+        self.step += 1
+
+        self._certificate.merge(certificate)
+        report = self._certificate.report()
+        accepted, drafted = rollouts.stats.accepted, rollouts.stats.drafted
+        self._drafted_since_accepted = 0 if accepted else self._drafted_since_accepted + drafted
+        alarms = self._alarms(report)
+        metrics = self._metrics(clock.seconds(), requests, rollouts, groups, report, alarms)
+        self._folder.metrics.append(metrics)
+        self.progress.step(metrics, self.recipe.run.num_steps)
+        must_stop = self._is_alarm(report) and self.recipe.certificate.on_alarm == "stop"
+        if self.finished or must_stop or self.step % self.recipe.run.checkpoint_every == 0:
+            self.save()
+        if must_stop:
+            raise LosslessError(
+                f"The certificate's alarm fired in step {self.step}: {alarms[0]}. The sampled tokens were not drawn "
+                f"from the policy's distribution. {self._folder.path} holds the metrics and a checkpoint. Run "
+                'with draft.method = "none", or set certificate.on_alarm = "warn".'
+            )
+        return metrics
+
+    def evaluate(self) -> float:
+        """Mean reward on the held-out prompts, one sample each, drawn as in training with the same noise every time.
+
+        Failed scores are left out of the mean (and counted in evaluations.jsonl); NaN when all failed.
+        """
+        parts = self.parts
+        self._publish()
+        seed = self.recipe.run.seed
+        requests = [Request(p, 0, request_seed(seed, EVALUATION_STEP, p.id, 0, 0)) for p in parts.held_out]
+        rollouts = parts.engine.generate(requests, parts.sampling)
+        reward = _reward_summary([reward.result() for reward in self._submit(requests, rollouts)])
+        self._folder.record_evaluation(self.step, reward)
+        return float("nan") if reward["mean"] is None else reward["mean"]
+
+    # -- state ------------------------------------------------------------------------------------------------------
+
+    @property
+    def finished(self) -> bool:
+        return self.step >= self.recipe.run.num_steps
+
+    @property
+    def evaluation_due(self) -> bool:
+        """Before the first step, after the last, and every `run.eval_every` steps; once each, also after a resume."""
+        every = self.recipe.run.eval_every
+        on_schedule = self.step == 0 or self.finished or (every > 0 and self.step % every == 0)
+        return on_schedule and self._folder.last_evaluated_step() != self.step
+
+    def policy_state(self) -> dict[str, torch.Tensor]:
+        """A copy of the policy's master weights, by Hugging Face name."""
+        return {name: tensor.clone() for name, tensor in self.parts.trainer.weights().items()}
+
+    def draft_state(self) -> dict[str, torch.Tensor] | None:
+        """A copy of the draft's weights under their exported names; None for a method without weights."""
+        draft = self.parts.draft
+        return None if draft is None else {name: tensor.clone() for name, tensor in draft.items()}
+
+    def save(self) -> Path:
+        """Write a checkpoint of the present state and remove those beyond `run.keep_checkpoints`."""
+        parts = self.parts
+        checkpoint = Checkpoint(
+            step=self.step,
+            versions=Versions(parts.trainer.version, parts.draft_version),
+            policy=parts.trainer.weights(),
+            draft=parts.draft,
+            optimizer=parts.trainer.state_dict(),
+            rng=torch.get_rng_state(),
+            data=parts.prompts.state_dict(),
+            certificate=self._certificate.state_dict(),
+            drafted_since_accepted=self._drafted_since_accepted,
+            metrics_bytes=self._folder.metrics.size_bytes,
+        )
+        with self._folder.trace.span("checkpoint", step=self.step):
+            return write_checkpoint(self._folder.checkpoints, checkpoint, self.recipe.run.keep_checkpoints)
+
+    def close(self) -> None:
+        """Stop the engine and the reward workers. What is on disk stays."""
+        self.parts.close()
+        self.progress.close()
+
+    def __enter__(self) -> TrainingRun:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # -- parts of a step --------------------------------------------------------------------------------------------
+
+    def _requests(self, prompts: Sequence[Prompt], step: int) -> list[Request]:
+        """[prompts x group_size], the samples of one prompt next to each other."""
+        size, requests = self.recipe.algorithm.group_size, []
+        groups_of_prompt: Counter[str] = Counter()
+        for prompt in prompts:
+            # Where one epoch ends and the next begins a prompt may come twice: its samples are numbered on.
+            first = size * groups_of_prompt[prompt.id]
+            groups_of_prompt[prompt.id] += 1
+            for sample in range(size):
+                seed = request_seed(self.recipe.run.seed, step, prompt.id, first + sample, attempt=0)
+                requests.append(Request(prompt, sample, seed))
+        return requests
+
+    def _publish(self) -> None:
+        parts = self.parts
+        versions = Versions(parts.trainer.version, parts.draft_version)
+        parts.engine.publish(parts.trainer.weights(), versions)
+        if parts.draft is not None and parts.engine.versions.draft != parts.draft_version:
+            parts.engine.publish_draft(parts.draft, versions)
+
+    def _submit(self, requests: Sequence[Request], rollouts: Rollouts) -> list[Future[float | None]]:
+        """Start scoring; one future per request, None for a score that failed."""
+        return [
+            self.parts.rewards.submit(self.parts.decode(completion.token_ids), request.prompt)
+            for request, completion in zip(requests, rollouts.completions, strict=True)
+        ]
+
+    def _check_lag(self, rollouts: Rollouts) -> None:
+        for completion in rollouts.completions:
+            lag = self.parts.trainer.version - completion.versions.policy
+            if not 0 <= lag <= self.recipe.algorithm.max_lag:
+                raise EngineError(
+                    f"A completion of prompt {completion.prompt_id} was sampled by policy version "
+                    f"{completion.versions.policy} while version {self.parts.trainer.version} is trained: lag {lag}, "
+                    f"allowed 0 to {self.recipe.algorithm.max_lag} (algorithm.max_lag). The engine kept old weights."
+                )
+
+    def _score(
+        self, samples: Sequence[Sample], completions: Sequence[Completion]
+    ) -> tuple[list[torch.Tensor], Certificate]:
+        """Log-probabilities of every sampled token by the policy, and the certificate of this step's tokens."""
+        noise = torch.Generator().manual_seed(rank_noise_seed(self.recipe.run.seed, self.step))
+        logprobs: dict[int, torch.Tensor] = {}
+        scores: dict[int, TokenScores] = {}
+        for scored in self.parts.trainer.score(samples):
+            ids_T = torch.tensor(samples[scored.index].response_ids, device=scored.logits.device)
+            uniforms_T = torch.rand(len(ids_T), generator=noise, dtype=torch.float64)
+            scores[scored.index] = score_tokens(scored.logits, ids_T, self.parts.sampling, uniforms_T)
+            logprobs[scored.index] = scored.logprobs
+        order = range(len(samples))
+        certificate = Certificate()
+        certificate.add(
+            _concatenate([scores[index] for index in order]),
+            torch.tensor([slot for completion in completions for slot in completion.slots()]),
+            sequence_ids_N=torch.tensor([index for index in order for _ in samples[index].response_ids]),
+            group_ids_N=torch.tensor(
+                [index // self.recipe.algorithm.group_size for index in order for _ in samples[index].response_ids]
+            ),
+        )
+        return [logprobs[index] for index in order], certificate
+
+    def _is_alarm(self, report: CertificateReport) -> bool:
+        return alarm(report, self.recipe.certificate.delta_nats)
+
+    def _alarms(self, report: CertificateReport) -> list[str]:
+        alarms = []
+        if self._is_alarm(report):
+            excess = "unknown" if report.excess_nats is None else f"{report.excess_nats:+.4f}"
+            alarms.append(
+                f"certificate: log M {report.log_m:.1f}, excess {excess} nats per token over {report.tokens} tokens, "
+                f"{report.outside_kept} tokens outside the policy's kept set"
+            )
+        if self._drafted_since_accepted >= DRAFTS_WITHOUT_ACCEPTANCE:
+            alarms.append(
+                f"acceptance: none of the last {self._drafted_since_accepted} drafted tokens was accepted; the draft "
+                "is stale, damaged or of another policy"
+            )
+        return alarms
+
+    def _metrics(
+        self,
+        stage_s: dict[str, float],
+        requests: Sequence[Request],
+        rollouts: Rollouts,
+        groups: Sequence[RolloutGroup],
+        report: CertificateReport,
+        alarms: Sequence[str],
+    ) -> dict[str, Any]:
+        """The line of metrics.jsonl. `certificate` is that of the run so far; all else is of this step."""
+        stats = rollouts.stats
+        blocks = [block for completion in rollouts.completions for block in completion.blocks]
+        acceptance = acceptance_stats(blocks)
+        lengths = [len(completion.token_ids) for completion in rollouts.completions]
+        drafted_counts = Counter(len(block.draft_token_ids) for block in blocks)
+        versions = rollouts.completions[0].versions
+        return {
+            "step": self.step,
+            "versions": {"policy": versions.policy, "draft": versions.draft},
+            "stage_s": stage_s,
+            "tokens": {
+                "prompt": sum(len(request.prompt.token_ids) for request in requests),
+                "response": sum(lengths),
+                "drafted": stats.drafted,
+                "accepted": stats.accepted,
+                "bonus": stats.bonus,
+                "recovered": stats.recovered,
+            },
+            "verify_steps": stats.verify_steps,
+            "engine_steps": stats.engine_steps,
+            "acceptance": {
+                "alpha": acceptance.alpha,
+                "marginal": list(acceptance.marginal or ()),
+                "conditional": list(acceptance.conditional or ()),
+            },
+            "k_histogram": {str(k): drafted_counts[k] for k in sorted(drafted_counts)},
+            "live_batch": [list(change) for change in stats.live_batch],
+            "lengths": lengths,
+            "reward": _reward_summary([reward for group in groups for reward in group.rewards]),
+            "certificate": report.to_dict(),
+            "draft": {"loss": None, "predicted_alpha": None},
+            "alarms": list(alarms),
+        }
+
+    def _restore(self, checkpoint: Checkpoint) -> None:
+        parts = self.parts
+        self._folder.metrics.cut(checkpoint.metrics_bytes)
+        self._folder.forget_evaluations_after(checkpoint.step)
+        parts.trainer.load(checkpoint.policy, checkpoint.optimizer, checkpoint.versions.policy)
+        parts.restore_draft(checkpoint.draft, checkpoint.versions)
+        parts.prompts.load_state_dict(checkpoint.data)
+        try:
+            self._certificate.load_state_dict(dict(checkpoint.certificate))
+        except ValueError as error:
+            raise CheckpointError(f"The checkpoint of step {checkpoint.step} cannot be used: {error}") from error
+        self._drafted_since_accepted = checkpoint.drafted_since_accepted
+        torch.set_rng_state(checkpoint.rng)
+        self.step = checkpoint.step
+        self.progress.status(f"Resumed after step {self.step}")
+
+
+def train(recipe: Recipe, resume: bool = False, progress: RunProgress | None = None) -> Path:
+    """A whole run, from the first evaluation to the last. Returns its folder.
+
+    Ctrl-C ends the step that is running, writes a checkpoint and raises `KeyboardInterrupt`; a second one stops at
+    once, and the run goes on from its last checkpoint.
+    """
+    with TrainingRun(recipe, resume=resume, progress=progress) as run, _interruptible(run.progress) as interrupted:
+        while True:
+            if interrupted.is_set():
+                run.save()
+                raise KeyboardInterrupt
+            if run.evaluation_due:
+                run.progress.status("Evaluating on held-out prompts")
+                run.progress.status(f"Held-out reward after step {run.step}: {run.evaluate():.3f}")
+            if run.finished:
+                return run.recipe.run.folder
+            run.run_step()
+
+
+@contextmanager
+def _interruptible(progress: RunProgress) -> Generator[threading.Event, None, None]:
+    """The first SIGINT sets the event and restores what the second would have done. No effect off the main thread."""
+    interrupted = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield interrupted
+        return
+    before = signal.getsignal(signal.SIGINT)
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        interrupted.set()
+        signal.signal(signal.SIGINT, before)
+        progress.status("Stopping after this step; press Ctrl-C again to stop at once")
+
+    signal.signal(signal.SIGINT, handle)
+    try:
+        yield interrupted
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _groups(
+    prompts: Sequence[Prompt], completions: Sequence[Completion], rewards: Sequence[float | None]
+) -> list[RolloutGroup]:
+    size = len(completions) // len(prompts)
+    return [
+        RolloutGroup(prompt, tuple(completions[i * size : (i + 1) * size]), tuple(rewards[i * size : (i + 1) * size]))
+        for i, prompt in enumerate(prompts)
+    ]
+
+
+def _reward_summary(rewards: Sequence[float | None]) -> dict[str, Any]:
+    """Mean and standard deviation (divisor n) of what was scored; None when nothing was."""
+    scored = [reward for reward in rewards if reward is not None]
+    return {
+        "mean": statistics.fmean(scored) if scored else None,
+        "std": statistics.pstdev(scored) if scored else None,
+        "n": len(rewards),
+        "failed": len(rewards) - len(scored),
+    }
+
+
+def _concatenate(scores: Sequence[TokenScores]) -> TokenScores:
+    return TokenScores(
+        surprisal_N=torch.cat([part.surprisal_N for part in scores]),
+        entropy_N=torch.cat([part.entropy_N for part in scores]),
+        variance_N=torch.cat([part.variance_N for part in scores]),
+        rank_N=torch.cat([part.rank_N for part in scores]),
+        log_mgf_NL=torch.cat([part.log_mgf_NL for part in scores]),
+        inside_N=torch.cat([part.inside_N for part in scores]),
+    )

@@ -1,0 +1,1 @@
+"""The embedded policies, folders of the user's own, and draft heads."""

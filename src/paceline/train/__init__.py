@@ -1,0 +1,1 @@
+"""Updates of weights: the policy from rewards, the draft from the policy."""
