@@ -335,12 +335,12 @@ def test_prediction_at_temperature_zero_is_what_an_engine_counts(k: int) -> None
 def test_predicted_acceptance_at_a_temperature_agrees_with_the_outcomes_of_the_rollouts() -> None:
     policy = make_learnable_policy()
     sampling = Sampling(temperature=1.0)
-    answers = sampled_answers(policy, 200, 12, 1.0)
-    config = Eagle3Draft(aux_layers=(0, 1, 3), epochs=40, depth=3, num_draft_tokens=2, lr=5e-3)
+    answers = sampled_answers(policy, 120, 12, 1.0)
+    config = Eagle3Draft(aux_layers=(0, 1, 3), epochs=20, depth=3, num_draft_tokens=2, lr=5e-3)
     head, _ = train_eagle3(policy, answers, config, sampling)
-    fresh = sampled_answers(policy, 120, 12, 1.0, seed=2)
+    fresh = sampled_answers(policy, 70, 12, 1.0, seed=2)
     # Rollouts of another temperature are not from the law that judges them: the test must see that.
-    wrong = sampled_answers(policy, 120, 12, 4.0, seed=2)
+    wrong = sampled_answers(policy, 70, 12, 4.0, seed=2)
     scores = []
     for rollouts in (fresh, wrong):
         predicted = predicted_acceptance(policy, head, rollouts, 2, sampling)

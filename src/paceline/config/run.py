@@ -42,11 +42,11 @@ class TinyPolicy(Section):
     kind: Literal["tiny"] = "tiny"
     num_layers: int = Field(12, ge=4)
     """Decoder layers. Depth is what a draft saves."""
-    hidden_size: int = Field(96, ge=32)
-    """Width of the residual stream."""
-    train_steps: int = Field(900, ge=1)
+    hidden_size: int = Field(64, ge=32)
+    """Width of the residual stream, a multiple of 32."""
+    train_steps: int = Field(750, ge=1)
     """Supervised steps on the mixture of written-out chains and direct guesses."""
-    chain_share: float = Field(0.5, ge=0, le=1)
+    chain_share: float = Field(0.45, ge=0, le=1)
     """Fraction of supervised answers that write the chain out; the rest guess directly."""
     seed: int = Field(0, ge=0)
     """Seed of initialisation and of the supervised data."""
@@ -107,7 +107,7 @@ class SamplingConfig(Section):
     """Kept mass (fraction)."""
     min_p: float = Field(0.0, ge=0, le=1)
     """Keep tokens with at least this fraction of the top probability."""
-    max_tokens: int = Field(64, ge=1)
+    max_tokens: int = Field(96, ge=1)
     """Response length limit, the stop token included."""
 
 
@@ -250,5 +250,11 @@ class Recipe(Section):
             raise ValueError(
                 "sampling.temperature is 0: greedy rollouts of a group are all alike and teach nothing. "
                 "Set sampling.temperature = 1.0"
+            )
+        drafts = not isinstance(self.draft, NoDraft) and self.draft.num_draft_tokens > 0
+        if isinstance(self.engine, VllmEngine) and self.sampling.min_p > 0 and drafts:
+            raise ValueError(
+                f"sampling.min_p is {self.sampling.min_p}: vLLM applies it to bonus tokens only when it speculates. "
+                'Set sampling.min_p = 0, draft.method = "none" or engine.kind = "reference"'
             )
         return self
