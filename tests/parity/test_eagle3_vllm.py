@@ -11,6 +11,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -105,7 +106,7 @@ def run_engine(folder: Path, out: Path) -> None:
         logits.append(compute_logits(hidden))
         return logits[-1]
 
-    def recording_propose(*args: object, **kwargs: object) -> torch.Tensor:
+    def recording_propose(*args: Any, **kwargs: Any) -> torch.Tensor:
         logits.clear()
         # The engine reuses its buffers, so that everything is copied here.
         last = kwargs["token_indices_to_sample"]
@@ -185,10 +186,7 @@ def test_every_draft_and_every_draft_logit_equals_the_engines_at_each_depth(run:
                 continue  # the drafts after the last verify step, which runs past the length limit
             assert tokens[root + 1] == int(call["next_token_ids"][row])
             drafted, logits = head.draft(
-                aux[request][: root + 1],
-                torch.tensor(tokens[: root + 2]),
-                policy.get_input_embeddings(),
-                NUM_DRAFT_TOKENS,
+                policy, aux[request][: root + 1], torch.tensor(tokens[: root + 2]), NUM_DRAFT_TOKENS
             )
             assert drafted.tolist() == call["drafted"][row].tolist()
             torch.testing.assert_close(call["logits"][row][:, head.draft_ids], logits, rtol=0, atol=1e-3)

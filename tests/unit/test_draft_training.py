@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Co
 
 from paceline.config.run import Eagle3Draft
 from paceline.errors import ConfigError, DataError, ModelError
-from paceline.models.eagle3 import Eagle3Config, Eagle3Head, KeyValueCache, embed
+from paceline.models.eagle3 import Eagle3Config, Eagle3Head, KeyValueCache, embed, policy_parts
 from paceline.train import draft as training
 from paceline.train.draft import (
     Answer,
@@ -57,10 +57,10 @@ def make_learnable_policy() -> PreTrainedModel:
     """The next token depends mostly on the last one, so that a head can learn it in a second."""
     policy = make_policy(tied=False)
     with torch.no_grad():
-        for layer in policy.get_decoder().layers:
-            layer.self_attn.o_proj.weight.mul_(0.05)
-            layer.mlp.down_proj.weight.mul_(0.05)
-        policy.get_output_embeddings().weight.mul_(3)
+        for name, weight in policy.named_parameters():
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                weight.mul_(0.05)
+        policy_parts(policy).output.weight.mul_(3)
     return policy
 
 
@@ -253,15 +253,13 @@ def test_a_loss_that_is_not_finite_changes_neither_head_nor_optimiser() -> None:
 def test_offline_training_stops_at_a_loss_that_is_not_finite_and_names_the_key() -> None:
     policy = make_policy()
     answers = sampled_answers(policy, 12, 8, 1.0)
-    with torch.no_grad():
-        policy.get_decoder().norm.weight[0] = torch.nan
-    policy.get_decoder().norm.weight.requires_grad_(False)
-    config = Eagle3Draft(aux_layers=(0, 1, 3), epochs=1, depth=2)
-    with pytest.raises(ModelError):
-        train_eagle3(policy, answers, config, Sampling())
-    healthy = make_policy()
+    config = Eagle3Draft(aux_layers=(0, 1, 3), epochs=8, depth=2, lr=1e30)
     with pytest.raises(ModelError, match=r"draft\.lr"):
-        train_eagle3(healthy, answers, config.model_copy(update={"lr": 1e30, "epochs": 8}), Sampling())
+        train_eagle3(policy, answers, config, Sampling())
+    with torch.no_grad():
+        policy_parts(policy).norm.get_parameter("weight").fill_(torch.nan)
+    with pytest.raises(ModelError, match="loss is nan"):
+        train_eagle3(policy, answers, config, Sampling())
 
 
 def test_a_policy_that_changes_its_logits_after_the_output_layer_is_refused() -> None:
@@ -306,7 +304,7 @@ def engine_walk(policy: PreTrainedModel, head: Eagle3Head, answer: Answer, k: in
     blocks, accepted = 0, [0] * k
     while len(tokens) < len(answer.token_ids):
         aux = policy_features(policy, [Answer(tuple(tokens), 1)], AUX_LAYERS)[0].aux[:-1]
-        drafted, _ = head.draft(aux, torch.tensor(tokens), policy.get_input_embeddings(), k)
+        drafted, _ = head.draft(policy, aux, torch.tensor(tokens), k)
         blocks += 1
         for slot in range(k + 1):
             tokens.append(int(policy(input_ids=torch.tensor([tokens])).logits[0, -1].argmax()))
@@ -330,6 +328,30 @@ def test_prediction_at_temperature_zero_is_what_an_engine_counts(k: int) -> None
     assert predicted.num_blocks == blocks
     assert predicted.marginal == pytest.approx([number / blocks for number in accepted])
     assert 1.2 < predicted.alpha == pytest.approx(1 + sum(accepted) / blocks)
+
+
+@pytest.mark.parametrize("num_recorded", [1, 2])
+def test_drafts_past_the_end_count_with_the_chance_of_reaching_them(num_recorded: int) -> None:
+    policy, sampling, k = make_policy(), Sampling(temperature=2.0), 4
+    head = make_head(policy)
+    start = [7, 26, 17, 14]
+    aux = policy_features(policy, [Answer(tuple(start), 3)], AUX_LAYERS)[0].aux[:3]
+    drafted, _ = head.draft(policy, aux, torch.tensor(start), k)
+    assert len(set(drafted.tolist())) == k, "equal drafts would hide a shift"
+    tokens = start + drafted.tolist()
+    with torch.no_grad():
+        laws = (policy(input_ids=torch.tensor([tokens])).logits[0] / sampling.temperature).softmax(-1)
+    probs = [float(laws[position - 1, tokens[position]]) for position in range(4, 4 + k)]
+    # The recorded drafts were accepted for certain; from there on each needs all before it, past the end, to be.
+    expected = []
+    for slot, prob in enumerate(probs):
+        reached = torch.tensor(probs[num_recorded:slot]).prod() if slot > num_recorded else 1.0
+        expected.append(float(reached * prob))
+    ended = Answer(tuple(tokens[: 4 + num_recorded]), 3)
+    predicted = predicted_acceptance(policy, head, [ended], k, sampling)
+    assert predicted.num_blocks == 1
+    assert predicted.marginal == pytest.approx(expected, rel=1e-4)
+    assert predicted.conditional == pytest.approx(probs, rel=1e-4)
 
 
 def test_predicted_acceptance_at_a_temperature_agrees_with_the_outcomes_of_the_rollouts() -> None:
@@ -358,7 +380,7 @@ def outcome_rate(policy: PreTrainedModel, head: Eagle3Head, answer: Answer) -> t
     root, accepted, blocks = answer.prompt_length - 1, 0, 0
     while root + 2 < len(answer.token_ids):
         tokens = torch.tensor(answer.token_ids[: root + 2])
-        drafted, _ = head.draft(feature.aux[: root + 1], tokens, policy.get_input_embeddings(), 2)
+        drafted, _ = head.draft(policy, feature.aux[: root + 1], tokens, 2)
         recorded = answer.token_ids[root + 2 : root + 4]
         matches = [int(draft) == token for draft, token in zip(drafted, recorded, strict=False)]
         num_accepted = matches.index(False) if False in matches else len(matches)

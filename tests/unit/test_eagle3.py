@@ -21,6 +21,7 @@ from paceline.models.eagle3 import (
     KeyValueCache,
     default_aux_layers,
     embed,
+    policy_parts,
 )
 
 torch.set_num_threads(1)
@@ -97,7 +98,7 @@ def test_capture_is_the_residual_stream_at_the_input_of_each_layer(kind: str) ->
     first, middle, after_last = capture.hidden().chunk(3, dim=-1)
     torch.testing.assert_close(first, embed(policy, token_ids))
     torch.testing.assert_close(middle, states[3])
-    torch.testing.assert_close(policy.get_decoder().norm(after_last), states[8])
+    torch.testing.assert_close(policy_parts(policy).norm(after_last), states[8])
     with pytest.raises(ModelError, match="did not run"):
         capture.hidden()
 
@@ -144,8 +145,9 @@ def test_every_chain_in_training_equals_step_by_step_decoding_with_a_cache(
                 positions = positions[-1:] + 1
 
 
-def test_depth_zero_is_the_published_layer_written_out_by_hand() -> None:
-    policy = make_policy(num_kv_heads=1)
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
+def test_depth_zero_is_the_published_layer_written_out_by_hand(num_kv_heads: int) -> None:
+    policy = make_policy(num_kv_heads=num_kv_heads)
     head = make_head(policy)
     token_ids = random_ids(1, 6)
     aux = aux_of(policy, head, token_ids)
@@ -164,18 +166,22 @@ def test_depth_zero_is_the_published_layer_written_out_by_hand() -> None:
     embeds = norm(embed(policy, token_ids[0, 1:]).double(), "midlayer.input_layernorm")
     inputs = torch.cat([embeds, norm(hidden, "midlayer.hidden_norm")], -1)
     queries = (inputs @ weights["midlayer.self_attn.q_proj.weight"].T).view(5, 4, 16)
-    keys = inputs @ weights["midlayer.self_attn.k_proj.weight"].T
-    values = inputs @ weights["midlayer.self_attn.v_proj.weight"].T
-    rotated_keys = torch.stack([rotate(keys[t], t) for t in range(5)])
-    scores = rotate(queries[4], 4) @ rotated_keys.T / 16**0.5
-    residual = hidden[4] + (scores.softmax(-1) @ values).flatten() @ weights["midlayer.self_attn.o_proj.weight"].T
+    keys = (inputs @ weights["midlayer.self_attn.k_proj.weight"].T).view(5, num_kv_heads, 16)
+    values = (inputs @ weights["midlayer.self_attn.v_proj.weight"].T).view(5, num_kv_heads, 16)
+    attended = []
+    for query_head in range(4):
+        shared = query_head * num_kv_heads // 4  # neighbouring query heads share a key head
+        rotated_keys = torch.stack([rotate(keys[t, shared], t) for t in range(5)])
+        scores = rotated_keys @ rotate(queries[4, query_head], 4) / 16**0.5
+        attended.append(scores.softmax(-1) @ values[:, shared])
+    residual = hidden[4] + torch.cat(attended) @ weights["midlayer.self_attn.o_proj.weight"].T
     normed = norm(residual, "midlayer.post_attention_layernorm")
     gate = functional.silu(normed @ weights["midlayer.mlp.gate_proj.weight"].T)
     up = normed @ weights["midlayer.mlp.up_proj.weight"].T
     output = residual + (gate * up) @ weights["midlayer.mlp.down_proj.weight"].T
     logits = norm(output, "norm") @ weights["lm_head.weight"].T
 
-    _, ours = head.draft(aux[0, :5], token_ids[0], policy.get_input_embeddings(), 1)
+    _, ours = head.draft(policy, aux[0, :5], token_ids[0], 1)
     torch.testing.assert_close(ours[0].double(), logits, rtol=1e-4, atol=1e-4)
 
 
@@ -198,7 +204,7 @@ def test_export_then_load_gives_the_same_drafts(tmp_path: Path) -> None:
     assert loaded.config == head.config
     token_ids = random_ids(7)
     aux = aux_of(policy, head, token_ids[None])[0, :6]
-    ours, theirs = (h.draft(aux, token_ids, policy.get_input_embeddings(), 3) for h in (head, loaded))
+    ours, theirs = (h.draft(policy, aux, token_ids, 3) for h in (head, loaded))
     assert torch.equal(ours[0], theirs[0])
     assert torch.equal(ours[1], theirs[1])
 
@@ -213,7 +219,7 @@ def test_exported_tables_name_the_same_distinct_tokens_and_drafts_never_leave_th
     assert torch.equal(draft_ids, head.draft_ids)
     token_ids = random_ids(12)
     aux = aux_of(policy, head, token_ids[None])[0, :11]
-    drafted, logits = head.draft(aux, token_ids, policy.get_input_embeddings(), 5)
+    drafted, logits = head.draft(policy, aux, token_ids, 5)
     assert drafted.tolist() == [int(draft_ids[row.argmax()]) for row in logits]
 
 

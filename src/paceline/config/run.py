@@ -157,11 +157,11 @@ class Eagle3Draft(Section):
     """Layers whose *input* residual stream is captured; default 2, L/2, L-3. Shallow policies must name them."""
     vocab_size: int | None = None
     """Draft vocabulary: the most frequent tokens of the answers; None is the policy's whole vocabulary."""
-    num_answers: int = Field(512, ge=8)
+    num_answers: int = Field(768, ge=8)
     """Answers sampled from the policy on training prompts."""
-    epochs: int = Field(12, ge=1)
+    epochs: int = Field(16, ge=1)
     """Passes over those answers."""
-    depth: int = Field(4, ge=1)
+    depth: int = Field(3, ge=1)
     """Training-time test: how many of its own steps the head is trained on. k beyond it is allowed and said."""
     lr: float = Field(2e-3, gt=0)
     """Peak learning rate of AdamW, cosine to a tenth."""

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from paceline.drafts.base import Proposal
 from paceline.errors import EngineError
-from paceline.models.eagle3 import Eagle3Head, policy_parts
+from paceline.models.eagle3 import Eagle3Head
 from paceline.models.weights import publish_tensors
 
 
@@ -19,7 +19,7 @@ class Eagle3Drafter:
     def __init__(self, head: Eagle3Head, policy: PreTrainedModel) -> None:
         self.head = head
         self.aux_layers: tuple[int, ...] = head.config.aux_layers
-        self._embedding = policy_parts(policy).embedding
+        self._policy = policy
 
     def propose(
         self,
@@ -34,7 +34,7 @@ class Eagle3Drafter:
         drafted = []
         for ids, k, aux in zip(token_ids, num_draft_tokens, hidden, strict=True):
             row = torch.tensor(list(ids), dtype=torch.long, device=aux.device)
-            drafted.append(self.head.draft(aux.float(), row, self._embedding, k)[0].tolist())
+            drafted.append(self.head.draft(self._policy, aux.float(), row, k)[0].tolist())
         return Proposal(drafted, None)
 
     def load(self, draft: Mapping[str, torch.Tensor]) -> None:

@@ -460,14 +460,14 @@ class Eagle3Head(nn.Module):
 
     @torch.no_grad()
     def draft(
-        self, aux: torch.Tensor, token_ids: torch.Tensor, embedding: nn.Embedding, num_draft_tokens: int
+        self, policy: PreTrainedModel, aux: torch.Tensor, token_ids: torch.Tensor, num_draft_tokens: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Greedy draft of one sequence, step by step with a key-value cache, as an engine does it.
 
         Args:
+            policy: its embedding is read.
             aux: [n - 1, A * H], the policy's auxiliary hidden states of positions 0..n-2.
             token_ids: [n] long, prompt and response so far; the last one has not been through the policy.
-            embedding: the policy's.
             num_draft_tokens: K.
 
         Returns:
@@ -476,11 +476,11 @@ class Eagle3Head(nn.Module):
         cache = KeyValueCache()
         last = token_ids.shape[0] - 2
         positions = torch.arange(last + 1, device=aux.device)
-        outputs = self(self.project(aux[None]), embedding(token_ids[None, 1:]), positions, cache)[:, -1:]
+        outputs = self(self.project(aux[None]), embed(policy, token_ids[None, 1:]), positions, cache)[:, -1:]
         ids, logits = [], []
         for depth in range(num_draft_tokens):
             if depth > 0:
-                outputs = self(outputs, embedding(ids[-1][None, None]), positions[-1:] + depth, cache)
+                outputs = self(outputs, embed(policy, ids[-1][None, None]), positions[-1:] + depth, cache)
             logits.append(self.logits(outputs)[0, 0])
             ids.append(self.draft_ids[logits[-1].argmax()])
         if not ids:

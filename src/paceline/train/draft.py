@@ -479,7 +479,7 @@ def _check_logits(policy: PreTrainedModel, answer: Answer) -> None:
     logits = policy(input_ids=token_ids, use_cache=False).logits.float()
     final = policy_parts(policy).decoder(input_ids=token_ids, use_cache=False).last_hidden_state
     ours = policy_parts(policy).output(final).float()
-    if not torch.allclose(ours, logits, rtol=1e-2, atol=1e-2):
+    if not torch.allclose(ours, logits, rtol=1e-2, atol=1e-2, equal_nan=True):
         raise ModelError(
             f"policy: {type(policy).__name__} changes its logits after the output layer; draft training supports "
             "policies whose logits are the output layer of the last hidden state, such as Qwen3 and Llama."
