@@ -129,6 +129,11 @@ MEASUREMENTS = {
     "resume": lambda: tests_pass(
         "resume_after_kill", "bit-equal to a run that was never stopped", ["tests/loop/test_resume.py"]
     ),
+    "bad_input": lambda: tests_pass(
+        "bad_input",
+        "one paragraph that names key and remedy, exit code 2, nothing half-written",
+        ["tests/unit/test_cli.py", "-k", "refused or full_disk or one_paragraph"],
+    ),
     "smollm2": smollm2,
     "test_suite": test_suite,
 }

@@ -39,6 +39,8 @@ KEYS = {
     "lengths": None,
     "reward": {"mean", "std", "n", "failed"},
     "certificate": {"z", "excess_nats", "ks_p", "log_m", "tokens", "by_slot"},
+    "policy": {"loss", "grad_norm", "clipped_fraction", "skipped_tokens"},
+    "engine_logprobs": {"tokens", "mean_abs", "max_abs", "k3_kl"},
     "draft": {"loss", "predicted_alpha"},
     "alarms": None,
 }
@@ -87,6 +89,9 @@ def test_every_step_writes_one_complete_line_that_fits_what_was_sampled(tmp_path
         assert line["versions"] == {"policy": line["step"] - 1, "draft": -1}
         assert len(line["lengths"]) == line["reward"]["n"] == 12
         assert line["tokens"]["response"] == sum(line["lengths"])
+        # The engine samples from the distribution that the trainer means: the same log-probs up to rounding.
+        assert line["engine_logprobs"]["tokens"] == sum(line["lengths"])
+        assert line["engine_logprobs"]["max_abs"] < 1e-4
         total += sum(line["lengths"])
         # Over every sampled token: nothing was dropped before the certificate.
         assert line["certificate"]["tokens"] + line["certificate"]["outside_kept"] == total

@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Generator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -29,14 +30,15 @@ from paceline.engine.base import RolloutEngine, Rollouts
 from paceline.errors import CheckpointError, EngineError, LosslessError
 from paceline.loop.folder import RunFolder
 from paceline.loop.parts import Parts, build_parts
+from paceline.loop.scoring import score_rollouts
 from paceline.loop.seeds import EVALUATION_STEP, rank_noise_seed, request_seed
 from paceline.observe.progress import RunProgress, Silent
 from paceline.observe.stages import StageClock
-from paceline.spec.certificate import Certificate, CertificateReport, TokenScores, alarm, score_tokens
-from paceline.spec.stats import acceptance_stats
+from paceline.spec.certificate import Certificate, CertificateReport, alarm
+from paceline.spec.stats import acceptance_stats, engine_stats
 from paceline.train.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
-from paceline.train.logprobs import Sample
-from paceline.train.policy import PolicyBatch
+from paceline.train.logprobs import LogprobGap, Sample, logprob_gap
+from paceline.train.policy import PolicyBatch, PolicyUpdate
 from paceline.types import Completion, Prompt, Request, RolloutGroup, Versions
 
 DRAFTS_WITHOUT_ACCEPTANCE = 200
@@ -75,6 +77,8 @@ class TrainingRun:
         checkpoint = None if newest is None else read_checkpoint(newest)
         self.step = 0
         self._certificate = Certificate()
+        self._control = Certificate()
+        self._fallen_back = False
         self._drafted_since_accepted = 0
         self.parts = parts or build_parts(recipe, self.progress)
         self.engine: RolloutEngine = self.parts.engine
@@ -105,7 +109,7 @@ class TrainingRun:
         with clock.stage("prepare"):
             self._publish()
         with clock.stage("generate"):
-            rollouts = parts.engine.generate(requests, parts.sampling)
+            rollouts = self._generate(requests)
             self._check_lag(rollouts)
             pending = self._submit(requests, rollouts)
         with clock.stage("logprob"):
@@ -113,31 +117,44 @@ class TrainingRun:
                 Sample(request.prompt.token_ids, completion.token_ids)
                 for request, completion in zip(requests, rollouts.completions, strict=True)
             ]
-            logprobs, certificate = self._score(samples, rollouts.completions)
+            logprobs, certificate, control = self._score(samples, rollouts.completions)
         with clock.stage("generate"):
             # Only what is still unfinished after the re-scoring is waited for here.
             groups = _groups(prompts, rollouts.completions, [reward.result() for reward in pending])
         with clock.stage("train"):
             advantages = [a for g in groups for a in group_advantages(g.rewards, self.recipe.algorithm.advantage)]
-            trainer.update(PolicyBatch(samples, logprobs, advantages))
+            update = trainer.update(PolicyBatch(samples, logprobs, advantages))
         self.step += 1
 
         self._certificate.merge(certificate)
+        self._control.merge(control)
         report = self._certificate.report()
         accepted, drafted = rollouts.stats.accepted, rollouts.stats.drafted
         self._drafted_since_accepted = 0 if accepted else self._drafted_since_accepted + drafted
         alarms = self._alarms(report)
-        metrics = self._metrics(clock.seconds(), requests, rollouts, groups, report, alarms)
+        alarmed = self._is_alarm(report)
+        may_fall_back = self.engine.num_draft_tokens > 0 and not self._fallen_back
+        falls_back = alarmed and self.recipe.certificate.on_alarm == "fall_back" and may_fall_back
+        must_stop = alarmed and self.recipe.certificate.on_alarm != "warn" and not falls_back
+        if falls_back:
+            alarms.append("fall-back: speculation is off from the next step on, and the certificate starts anew")
+        gap = logprob_gap([completion.logprobs for completion in rollouts.completions], logprobs)
+        metrics = self._metrics(clock.seconds(), requests, rollouts, groups, update, gap, report, alarms)
         self._folder.metrics.append(metrics)
         self.progress.step(metrics, self.recipe.run.num_steps)
-        must_stop = self._is_alarm(report) and self.recipe.certificate.on_alarm == "stop"
+        if falls_back:
+            self._fall_back()
         if self.finished or must_stop or self.step % self.recipe.run.checkpoint_every == 0:
             self.save()
         if must_stop:
             raise LosslessError(
                 f"The certificate's alarm fired in step {self.step}: {alarms[0]}. The sampled tokens were not drawn "
-                f"from the policy's distribution. {self._folder.path} holds the metrics and a checkpoint. Run "
-                'with draft.method = "none", or set certificate.on_alarm = "warn".'
+                f"from the policy's distribution. {self._folder.path} holds the metrics and a checkpoint. "
+                + (
+                    "It fired without drafts: the engine itself does not sample from the policy."
+                    if self.engine.num_draft_tokens == 0 or self._fallen_back
+                    else 'Run with draft.method = "none", or set certificate.on_alarm = "warn" or "fall_back".'
+                )
             )
         return metrics
 
@@ -188,7 +205,11 @@ class TrainingRun:
             optimizer=parts.trainer.state_dict(),
             rng=torch.get_rng_state(),
             data=parts.prompts.state_dict(),
-            certificate=self._certificate.state_dict(),
+            certificate={
+                "run": self._certificate.state_dict(),
+                "control": self._control.state_dict(),
+                "fallen_back": self._fallen_back,
+            },
             drafted_since_accepted=self._drafted_since_accepted,
             metrics_bytes=self._folder.metrics.size_bytes,
         )
@@ -247,32 +268,53 @@ class TrainingRun:
                     f"allowed 0 to {self.recipe.algorithm.max_lag} (algorithm.max_lag). The engine kept old weights."
                 )
 
+    @property
+    def _control_groups(self) -> int:
+        """The last groups of a step, sampled without drafts; never all of them."""
+        share, groups = self.recipe.certificate.control_share, self.recipe.algorithm.prompts_per_step
+        if share == 0 or self._fallen_back or self.engine.num_draft_tokens == 0:
+            return 0
+        return min(max(1, round(share * groups)), groups - 1)
+
+    def _generate(self, requests: Sequence[Request]) -> Rollouts:
+        """One call of the engine; with a control another one, without drafts, for its groups."""
+        engine, sampling = self.engine, self.parts.sampling
+        first = len(requests) - self._control_groups * self.recipe.algorithm.group_size
+        rollouts = engine.generate(requests[:first], sampling)
+        if first == len(requests):
+            return rollouts
+        engine.limit_drafts(0)
+        try:
+            control = engine.generate(requests[first:], sampling)
+        finally:
+            engine.limit_drafts(engine.num_draft_tokens)
+        return _one_after_the_other(rollouts, control)
+
     def _score(
         self, samples: Sequence[Sample], completions: Sequence[Completion]
-    ) -> tuple[list[torch.Tensor], Certificate]:
-        """Log-probabilities of every sampled token by the policy, and the certificate of this step's tokens."""
+    ) -> tuple[list[torch.Tensor], Certificate, Certificate]:
+        """Log-probabilities of every sampled token by the policy, and the certificates of this step: run, control."""
+        trainer, size = self.parts.trainer, self.recipe.algorithm.group_size
         noise = torch.Generator().manual_seed(rank_noise_seed(self.recipe.run.seed, self.step))
-        logprobs: dict[int, torch.Tensor] = {}
-        scores: dict[int, TokenScores] = {}
-        for scored in self.parts.trainer.score(samples):
-            ids_T = torch.tensor(samples[scored.index].response_ids, device=scored.logits.device)
-            uniforms_T = torch.rand(len(ids_T), generator=noise, dtype=torch.float64)
-            scores[scored.index] = score_tokens(scored.logits, ids_T, self.parts.sampling, uniforms_T)
-            logprobs[scored.index] = scored.logprobs
-        order = range(len(samples))
-        certificate = Certificate()
-        certificate.add(
-            _concatenate([scores[index] for index in order]),
-            torch.tensor([slot for completion in completions for slot in completion.slots()]),
-            sequence_ids_N=torch.tensor([index for index in order for _ in samples[index].response_ids]),
-            group_ids_N=torch.tensor(
-                [index // self.recipe.algorithm.group_size for index in order for _ in samples[index].response_ids]
-            ),
-        )
-        return [logprobs[index] for index in order], certificate
+        first = len(samples) - self._control_groups * size
+        scores = score_rollouts(trainer, samples[:first], completions[:first], size, noise)
+        if first == len(samples):
+            return scores.logprobs, scores.certificate, Certificate()
+        control = score_rollouts(trainer, samples[first:], completions[first:], size, noise)
+        return [*scores.logprobs, *control.logprobs], scores.certificate, control.certificate
+
+    def _control_report(self) -> CertificateReport | None:
+        return self._control.report() if self._control_groups else None
 
     def _is_alarm(self, report: CertificateReport) -> bool:
-        return alarm(report, self.recipe.certificate.delta_nats)
+        return alarm(report, self.recipe.certificate.delta_nats, control=self._control_report())
+
+    def _fall_back(self) -> None:
+        self.engine.limit_drafts(0)
+        self._fallen_back = True
+        # What was sampled with drafts would keep the alarm up for ever; what comes now is judged by itself.
+        self._certificate, self._control = Certificate(), Certificate()
+        self._drafted_since_accepted = 0
 
     def _alarms(self, report: CertificateReport) -> list[str]:
         alarms = []
@@ -295,11 +337,13 @@ class TrainingRun:
         requests: Sequence[Request],
         rollouts: Rollouts,
         groups: Sequence[RolloutGroup],
+        update: PolicyUpdate,
+        gap: LogprobGap | None,
         report: CertificateReport,
         alarms: Sequence[str],
     ) -> dict[str, Any]:
         """The line of metrics.jsonl. `certificate` is that of the run so far; all else is of this step."""
-        stats = rollouts.stats
+        stats, control = rollouts.stats, self._control_report()
         blocks = [block for completion in rollouts.completions for block in completion.blocks]
         acceptance = acceptance_stats(blocks)
         lengths = [len(completion.token_ids) for completion in rollouts.completions]
@@ -328,7 +372,9 @@ class TrainingRun:
             "live_batch": [list(change) for change in stats.live_batch],
             "lengths": lengths,
             "reward": _reward_summary([reward for group in groups for reward in group.rewards]),
-            "certificate": report.to_dict(),
+            "policy": asdict(update),
+            "engine_logprobs": None if gap is None else asdict(gap),
+            "certificate": {**report.to_dict(), "control": None if control is None else control.to_dict()},
             "draft": {"loss": None, "predicted_alpha": None},
             "alarms": list(alarms),
         }
@@ -341,9 +387,14 @@ class TrainingRun:
         parts.restore_draft(checkpoint.draft, checkpoint.versions)
         parts.prompts.load_state_dict(checkpoint.data)
         try:
-            self._certificate.load_state_dict(dict(checkpoint.certificate))
-        except ValueError as error:
+            sums: dict[str, Any] = dict(checkpoint.certificate)
+            self._certificate.load_state_dict(sums["run"])
+            self._control.load_state_dict(sums["control"])
+            self._fallen_back = sums["fallen_back"]
+        except (KeyError, ValueError) as error:
             raise CheckpointError(f"The checkpoint of step {checkpoint.step} cannot be used: {error}") from error
+        if self._fallen_back:
+            self.engine.limit_drafts(0)
         self._drafted_since_accepted = checkpoint.drafted_since_accepted
         torch.set_rng_state(checkpoint.rng)
         self.step = checkpoint.step
@@ -390,6 +441,18 @@ def _interruptible(progress: RunProgress) -> Generator[threading.Event, None, No
         signal.signal(signal.SIGINT, before)
 
 
+def _one_after_the_other(first: Rollouts, second: Rollouts) -> Rollouts:
+    """Two calls as one; the second began when the first had ended."""
+    completions = (*first.completions, *second.completions)
+    later = [(first.seconds + seconds, live) for seconds, live in second.stats.live_batch]
+    stats = engine_stats(
+        (block for completion in completions for block in completion.blocks),
+        engine_steps=first.stats.engine_steps + second.stats.engine_steps,
+        live_batch=[*first.stats.live_batch, *later],
+    )
+    return Rollouts(completions, stats, first.seconds + second.seconds)
+
+
 def _groups(
     prompts: Sequence[Prompt], completions: Sequence[Completion], rewards: Sequence[float | None]
 ) -> list[RolloutGroup]:
@@ -409,14 +472,3 @@ def _reward_summary(rewards: Sequence[float | None]) -> dict[str, Any]:
         "n": len(rewards),
         "failed": len(rewards) - len(scored),
     }
-
-
-def _concatenate(scores: Sequence[TokenScores]) -> TokenScores:
-    return TokenScores(
-        surprisal_N=torch.cat([part.surprisal_N for part in scores]),
-        entropy_N=torch.cat([part.entropy_N for part in scores]),
-        variance_N=torch.cat([part.variance_N for part in scores]),
-        rank_N=torch.cat([part.rank_N for part in scores]),
-        log_mgf_NL=torch.cat([part.log_mgf_NL for part in scores]),
-        inside_N=torch.cat([part.inside_N for part in scores]),
-    )

@@ -15,13 +15,6 @@ _BOXED = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _NOISE = re.compile(r"\\[,;:! ]|(?<=\d)\{,\}(?=\d)|\\?[$%]|[€£]|\*\*")
 
 
-def labelled_number(text: str) -> str | None:
-    """The number after the last `Answer:`; None without one. Example: `"1+2=3;Answer:3"` gives `"3"`."""
-    _, mark, tail = text.rpartition("Answer:")
-    found = _NUMBER.match(_clean(tail)) if mark else None
-    return found.group() if found else None
-
-
 def final_answer(text: str) -> str | None:
     r"""The final answer: in the last balanced `\boxed{...}` or after the last answer mark, whichever comes later.
 

@@ -7,19 +7,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from paceline.rewards.answers import labelled_number
+from paceline.rewards.answers import final_answer
 from paceline.rewards.base import Score
 
 
 def make_score() -> Score:
-    """Score the number after the last `Answer:` by the task's own scorer: 1 for the number, whatever its form.
+    """Score the final answer by the task's own scorer: 1 for the number, whatever its form. Without an answer mark the
+    last number counts: small chat models rarely write one.
 
     As that scorer does, a longer number that contains the right one gets the share of its digits that are right.
     """
     decimal_reward = _decimal_reward()
 
     def score(text: str, answer: str) -> float:
-        return float(decimal_reward(labelled_number(text), answer))
+        return float(decimal_reward(final_answer(text), answer))
 
     return score
 

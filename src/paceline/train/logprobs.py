@@ -13,6 +13,47 @@ from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True, slots=True)
+class LogprobGap:
+    """How far the engine's log-probs are from the trainer's, over the tokens whose engine log-probs are known.
+
+    Example: `LogprobGap(tokens=512, mean_abs=2e-6, max_abs=4e-5, k3_kl=1e-11)`.
+    """
+
+    tokens: int
+    mean_abs: float
+    """Mean of |engine - trainer|, nats."""
+    max_abs: float
+    k3_kl: float
+    """KL(engine || trainer) per token by the k3 estimate, mean of r - 1 - log r with r = p_trainer / p_engine, nats."""
+
+
+def logprob_gap(engine: Sequence[Sequence[float] | None], trainer: Sequence[torch.Tensor]) -> LogprobGap | None:
+    """Compare per completion: `engine` log-probs (None where the engine was not asked) with `trainer` ones, each [T].
+
+    Tokens outside the trainer's kept set have no finite log-prob there and are left out; the certificate counts them.
+    None when nothing can be compared.
+    """
+    pairs = [
+        (torch.tensor(asked, dtype=torch.float64), scored.double().cpu())
+        for asked, scored in zip(engine, trainer, strict=True)
+        if asked is not None
+    ]
+    if not pairs:
+        return None
+    engine_N, trainer_N = (torch.cat(side) for side in zip(*pairs, strict=True))
+    finite_N = torch.isfinite(engine_N) & torch.isfinite(trainer_N)
+    log_ratio_N = (trainer_N - engine_N)[finite_N]
+    if not log_ratio_N.numel():
+        return None
+    return LogprobGap(
+        tokens=log_ratio_N.numel(),
+        mean_abs=float(log_ratio_N.abs().mean()),
+        max_abs=float(log_ratio_N.abs().max()),
+        k3_kl=float((torch.expm1(log_ratio_N) - log_ratio_N).mean()),
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class Sample:
     """A prompt and the response to it. Example: `Sample(prompt_ids=(3, 9), response_ids=(5, 2))`."""
 
