@@ -123,7 +123,7 @@ MEASUREMENTS = {
         "equal tokens on 50 prompts at T = 0, log-probs within 1e-3, fp32",
         [
             f"{ENGINE_TESTS}::test_greedy_tokens_and_logprobs_equal_the_reference_engine",
-            f"{ENGINE_TESTS}::test_engine_logprobs_are_those_of_the_policy_at_the_sampling_temperature",
+            f"{ENGINE_TESTS}::test_engine_logprobs_are_those_of_the_policy_under_the_sampling_settings",
         ],
     ),
     "resume": lambda: tests_pass(

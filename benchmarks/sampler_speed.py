@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 
@@ -45,7 +46,7 @@ def sampler_bars() -> Iterable[Bar]:
         step = _Step(16, 0)
         yield step.bar("sampler_batch_16_no_drafts_over_vllm", ours, theirs, None)
 
-        def without_metadata(metadata: object, draft_probs: None, logits: torch.Tensor, sampling: object) -> object:
+        def without_metadata(metadata: Any, draft_probs: None, logits: torch.Tensor, sampling: Any) -> Any:
             return plain(logits, sampling)
 
         yield step.bar("sampler_batch_16_no_drafts_over_plain", ours, without_metadata, None)
@@ -81,8 +82,8 @@ class _Step:
     def bar(
         self,
         name: str,
-        ours: Callable[..., object],
-        theirs: Callable[..., object],
+        ours: Callable[..., Any],
+        theirs: Callable[..., Any],
         goal: float | None,
         *,
         temperature: float = 1.0,
@@ -91,7 +92,7 @@ class _Step:
     ) -> Bar:
         """The median ratio of neighbouring calls; it holds when three quarters of the pairs reach the goal."""
         sides = {}
-        for side, call in (("ours", ours), ("vllm", theirs)):
+        for side, call in (("ours", ours), ("theirs", theirs)):
             generators = {row: torch.Generator().manual_seed(row) for row in range(self.batch)}
             sides[side] = call, self._sampling(temperature, top_p, num_logprobs, generators)
         seconds: dict[str, list[float]] = {side: [] for side in sides}
@@ -107,8 +108,8 @@ class _Step:
                     if repeat >= WARM_UP:
                         seconds[side].append(elapsed)
                         if side == "ours":
-                            accepted += int((output.sampled_token_ids >= 0).sum()) - self.batch  # type: ignore[attr-defined]
-        ratios = [mine / yours for mine, yours in zip(seconds["ours"], seconds["vllm"], strict=True)]
+                            accepted += int((output.sampled_token_ids >= 0).sum()) - self.batch
+        ratios = [mine / yours for mine, yours in zip(seconds["ours"], seconds["theirs"], strict=True)]
         low, middle, high = statistics.quantiles(ratios, n=4)
         verdict = True if goal is None or high <= goal else False if low > goal else "undecided"
         spread = {
@@ -129,7 +130,7 @@ class _Step:
         top_p: float | None,
         num_logprobs: int | None,
         generators: dict[int, torch.Generator],
-    ) -> object:
+    ) -> Any:
         from vllm.v1.sample.logits_processor import LogitsProcessors
         from vllm.v1.sample.metadata import SamplingMetadata
 

@@ -10,13 +10,16 @@ import pytest
 import torch
 
 from paceline.cli.main import main
+from paceline.config.load import load_recipe
 from paceline.drafts.ngram import NgramDrafter
 from paceline.engine import reference
 from paceline.engine.reference import ReferenceEngine
 from paceline.errors import LosslessError
 from paceline.loop import certify
 from paceline.loop.loop import TrainingRun
+from paceline.loop.parts import build_parts
 from paceline.models.tiny import make_tokenizer
+from paceline.observe.progress import Silent
 from paceline.spec import verify as verify_module
 from paceline.testing.models import random_policy
 from paceline.testing.runs import tiny_parts, tiny_recipe, without_seconds
@@ -206,6 +209,29 @@ def test_a_fault_of_the_drafts_leaves_the_arm_without_them_a_pass(recipe_file, t
     assert {arm: figures["verdict"] for arm, figures in arms.items()} == {"none": "pass", "ngram": "fail"}
 
 
+# -- the real engine ---------------------------------------------------------------------------------------------------
+
+
+def test_a_live_vllm_engine_passes_and_drafts_no_more_than_it_may(recipe_file):
+    words = ["--engine.kind", "vllm", "--engine.max_num_seqs", "16", "--engine.kv_cache_gib", "0.25"]
+    made = load_recipe(recipe_file, [*words, "--data.num_train", "16", "--algorithm.prompts_per_step", "8"])
+    parts = build_parts(made, Silent())
+    try:
+        for limit in (3, 0, 1, 3):
+            parts.engine.limit_drafts(limit)
+            judged = certify.certify(made, parts, 1000)
+            assert judged.verdict == "pass", judged.findings
+            by_slot = judged.certificate.by_slot
+            within = sum(figures.tokens for slot, figures in by_slot.items() if slot <= (limit or -1))
+            # Near the end of the longest prompt's room vLLM drafts token 0, whatever the limit.
+            assert 0.97 * judged.certificate.tokens < within
+            assert limit == 0 or by_slot[limit].tokens > 0
+        with pytest.raises(ValueError, match="0 to 3 draft tokens"):
+            parts.engine.limit_drafts(4)
+    finally:
+        parts.close()
+
+
 # -- in training -------------------------------------------------------------------------------------------------------
 
 
@@ -223,7 +249,7 @@ class AlwaysCold(ReferenceEngine):
         return super().generate(requests, replace(sampling, temperature=0.5))
 
 
-def training(tmp_path, engine=ReferenceEngine, resume=False, steps=30, **certificate):
+def training(tmp_path, engine=ReferenceEngine, resume=False, steps=15, **certificate):
     made = tiny_recipe(
         tmp_path,
         run={"num_steps": steps, "checkpoint_every": 5},
@@ -246,9 +272,9 @@ def to_the_end(run):
 
 def test_an_alarm_falls_back_to_no_speculation_and_the_run_goes_on_without_one(tmp_path):
     lines = to_the_end(training(tmp_path, ColdWithDrafts, on_alarm="fall_back"))
-    assert len(lines) == 30
+    assert len(lines) == 15
     alarmed = [line["step"] for line in lines if line["alarms"]]
-    assert len(alarmed) == 1 and alarmed[0] < 30
+    assert len(alarmed) == 1 and alarmed[0] < 8
     assert "speculation is off" in lines[alarmed[0] - 1]["alarms"][-1]
     for line in lines:
         assert (set(line["k_histogram"]) == {"0"}) == (line["step"] > alarmed[0])

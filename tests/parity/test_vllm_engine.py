@@ -17,6 +17,7 @@ from paceline.engine.vllm.engine import VllmEngine, checkpoint_tensors
 from paceline.errors import ConfigError, PublishError
 from paceline.models.weights import policy_tensors
 from paceline.spec.certificate import Certificate, CertificateReport, alarm, score_tokens
+from paceline.spec.sampling import policy_log_probs
 from paceline.testing.models import random_head, random_policy
 from paceline.types import Completion, Prompt, Request, Sampling, Versions
 
@@ -125,15 +126,27 @@ def test_greedy_tokens_and_logprobs_equal_the_reference_engine(folders, engines,
 
 
 @pytest.mark.parametrize("arm", ARMS)
-@pytest.mark.parametrize("temperature", [0.3, 1.0, 1.5])
-def test_engine_logprobs_are_those_of_the_policy_at_the_sampling_temperature(folders, engines, arm, temperature):
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"temperature": 0.3},
+        {"temperature": 0.6},
+        {"temperature": 1.0},
+        {"temperature": 1.5},
+        {"temperature": 1.0, "top_k": 5, "top_p": 0.8},
+    ],
+    ids=["T=0.3", "T=0.6", "T=1", "T=1.5", "top-k 5, top-p 0.8"],
+)
+def test_engine_logprobs_are_those_of_the_policy_under_the_sampling_settings(folders, engines, arm, settings):
+    """So the ratio of an on-policy update starts at 1: the trainer scores with the same `policy_log_probs`."""
     _, policy, _ = folders
     asked = requests(12, seed=2)
-    sampling = dataclasses.replace(RANDOM, temperature=temperature)
+    sampling = dataclasses.replace(RANDOM, **settings)
     completions = engines[arm].generate(asked, sampling).completions
     logits, tokens, _ = logits_of(policy, asked, completions)
-    expected = torch.log_softmax(logits / temperature, dim=-1).gather(1, tokens[:, None])[:, 0]
+    expected = policy_log_probs(logits, sampling).gather(1, tokens[:, None])[:, 0]
     got = torch.tensor([logprob for completion in completions for logprob in completion.logprobs or ()])
+    assert len(got) == len(expected)
     assert (got - expected).abs().max() < 1e-3
 
 
@@ -150,17 +163,26 @@ def test_rollouts_follow_the_policy(folders, engines, arm):
         assert {0, 1, 2} <= set(report.by_slot)
 
 
+def test_an_engine_that_speculates_names_its_sampler_among_the_repairs(engines):
+    assert {arm: "slot_sampler" in engine.repairs for arm, engine in engines.items()} == {
+        "none": False,
+        "eagle3": True,
+        "ngram": True,
+    }
+
+
 def test_a_temperature_of_another_row_raises_the_alarm(folders, engines, monkeypatch):
-    """The planted fault: drafted tokens of every second row are verified at T = 0.5 while T = 1 was asked for."""
-    from vllm.v1.sample import rejection_sampler
+    """The planted fault: every second row is verified at T = 0.5 while T = 1 was asked for."""
+    from paceline.engine.vllm import sampler
 
-    def of_another_row(x, cu_num_tokens, num_tokens, replace_from=0, replace_to=0):
-        wrong = x.clone()
-        if x.is_floating_point():
-            wrong[::2] = 0.5
-        return compat.expand_batch_to_tokens(wrong, cu_num_tokens, num_tokens, replace_from, replace_to)
+    constrain = sampler.constrain
 
-    monkeypatch.setattr(rejection_sampler, "expand_batch_to_tokens", of_another_row)
+    def of_another_row(logits_RV, rows_R, sampling_metadata):
+        wrong = sampling_metadata.temperature.clone()
+        wrong[::2] = 0.5
+        return constrain(logits_RV, rows_R, dataclasses.replace(sampling_metadata, temperature=wrong))
+
+    monkeypatch.setattr(sampler, "constrain", of_another_row)
     _, policy, _ = folders
     asked = requests(400, seed=4)
     report = certificate_of(policy, asked, engines["eagle3"].generate(asked, RANDOM).completions, RANDOM)

@@ -1,6 +1,7 @@
 """The `paceline` command: verbs, exit codes, and errors as one paragraph.
 
-Exit codes: 0 done, 1 a defect of ours (with its traceback), 2 something to correct, 130 stopped by Ctrl-C.
+Exit codes: 0 done, 1 a defect of ours (with its traceback) or a certificate that is no pass, 2 something to correct,
+130 stopped by Ctrl-C.
 """
 
 from __future__ import annotations
@@ -92,6 +93,14 @@ def build_parser() -> argparse.ArgumentParser:
         "--in-flight", default=None, help="samples in flight of the rollout measurements (default: 16,64 if they fit)"
     )
 
+    certify = verb(
+        "certify", "Sample with a recipe and measure whether the tokens came from the policy. Exit code 1: no."
+    )
+    certify.add_argument("recipe", metavar="RECIPE.toml")
+    certify.add_argument("--tokens", type=int, default=20_000, help="tokens sampled in each arm (default: %(default)s)")
+    certify.add_argument("--arms", default=None, help="values of draft.method (default: that of the recipe)")
+    certify.add_argument("--json", default=None, metavar="FILE", help="write all figures there as well")
+
     draft = verbs.add_parser("draft", help="Train the draft of a recipe.", description="Train the draft of a recipe.")
     draft_verbs = draft.add_subparsers(dest="draft_verb", required=True, metavar="COMMAND")
     draft_train = draft_verbs.add_parser(
@@ -128,6 +137,16 @@ def _dispatch(options: argparse.Namespace, overrides: list[str]) -> int:
                 num_pairs=options.pairs,
                 in_flight=_integers("--in-flight", options.in_flight),
             )
+        case "certify":
+            from paceline.cli.certify import certify
+
+            return certify(
+                options.recipe,
+                overrides,
+                arms=None if options.arms is None else options.arms.split(","),
+                num_tokens=options.tokens,
+                json_path=options.json,
+            )
         case "draft":
             from paceline.cli.draft import train_draft
 
@@ -153,7 +172,11 @@ def _dispatch(options: argparse.Namespace, overrides: list[str]) -> int:
 def _refuse(unknown: list[str], verb: str) -> None:
     from paceline.config.load import parse_overrides
 
-    own = {"train": ["--resume"], "compare": ["--arms", "--fresh", "--pairs", "--in-flight"]}
+    own = {
+        "train": ["--resume"],
+        "compare": ["--arms", "--fresh", "--pairs", "--in-flight"],
+        "certify": ["--tokens", "--arms", "--json"],
+    }
     parse_overrides(unknown, own.get(verb, []))
 
 

@@ -17,6 +17,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
+from paceline.config.controls import refusal
 from paceline.config.run import Recipe
 from paceline.errors import ConfigError
 
@@ -175,6 +176,8 @@ def _explain(detail: ErrorDetails, tables: Tables, source: str, given: Mapping[t
         case "extra_forbidden" if not keys:
             what = f"no such section{_nearest(section, list(Recipe.model_fields))}{_home_of(section)}"
             return f"{where}: {name} -> {what}"
+        case "extra_forbidden" if section == "sampling" and (reason := refusal(keys[0])):
+            return f"{where}: {name} -> refused: {reason}"
         case "extra_forbidden":
             own = _own_keys(section, tables)
             return f"{where}: {name} -> no such key{_nearest(keys[0], own) or _home_of(keys[0])}"

@@ -224,10 +224,13 @@ class Rewards(Section):
 class CertificateConfig(Section):
     """The losslessness certificate, computed in every step."""
 
-    on_alarm: Literal["stop", "warn"] = "stop"
-    """What an alarm does."""
+    on_alarm: Literal["stop", "warn", "fall_back"] = "stop"
+    """What an alarm does. `fall_back` switches speculation off for the rest of the run; an alarm without it stops."""
     delta_nats: float = Field(0.01, ge=0)
     """The alarm needs the interval of the excess outside +-delta: engine and trainer are never bit-equal."""
+    control_share: float = Field(0.0, ge=0, le=0.5)
+    """Fraction of a step's groups sampled without drafts (rounded, at least one group; 0: none) and judged apart: the
+    alarm then looks at the difference to them, which the engine's arithmetic alone does not move."""
 
 
 class Recipe(Section):

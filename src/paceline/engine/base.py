@@ -22,6 +22,12 @@ class Rollouts:
     """Wall clock of the call."""
 
 
+def check_draft_limit(limit: int, num_draft_tokens: int) -> None:
+    """Raises ValueError for a limit that an engine built for `num_draft_tokens` cannot take."""
+    if not 0 <= limit <= num_draft_tokens:
+        raise ValueError(f"limit_drafts({limit}): this engine was built for 0 to {num_draft_tokens} draft tokens.")
+
+
 class RolloutEngine(Protocol):
     """Generates with the published policy. `num_draft_tokens` is 0 for an engine without speculation."""
 
@@ -45,6 +51,13 @@ class RolloutEngine(Protocol):
 
     def publish_draft(self, draft: Mapping[str, torch.Tensor], versions: Versions) -> None:
         """The same for the draft's weights (names as exported by `models.eagle3.export_state`)."""
+        ...
+
+    def limit_drafts(self, num_draft_tokens: int) -> None:
+        """From the next `generate` on draft at most this many tokens, 0 to `self.num_draft_tokens`; 0 is none at all.
+
+        The law of what is sampled stays the same. Raises ValueError for a number out of range.
+        """
         ...
 
     def close(self) -> None:

@@ -19,7 +19,7 @@ import torch
 from transformers import Cache, PreTrainedModel
 
 from paceline.drafts.base import Drafter, Proposal
-from paceline.engine.base import Rollouts
+from paceline.engine.base import Rollouts, check_draft_limit
 from paceline.errors import EngineError, PublishError
 from paceline.models.eagle3 import AuxCapture
 from paceline.models.weights import policy_tensors, publish_tensors
@@ -120,6 +120,7 @@ class ReferenceEngine:
         self.model = model.eval()
         self.drafter = drafter
         self.num_draft_tokens = num_draft_tokens if drafter is not None else 0
+        self._draft_limit = self.num_draft_tokens
         self.max_num_seqs = max_num_seqs
         self.versions = versions or Versions(policy=0)
 
@@ -184,6 +185,11 @@ class ReferenceEngine:
             )
         self.drafter.load(draft)
         self.versions = Versions(policy=self.versions.policy, draft=versions.draft)
+
+    def limit_drafts(self, num_draft_tokens: int) -> None:
+        """See `RolloutEngine.limit_drafts`."""
+        check_draft_limit(num_draft_tokens, self.num_draft_tokens)
+        self._draft_limit = num_draft_tokens
 
     def close(self) -> None:
         """Nothing to give back but memory, which goes with the object."""
@@ -251,7 +257,7 @@ class ReferenceEngine:
 
     def _propose(self, aux_states: torch.Tensor | None, rows: Sequence[_Row], sampling: Sampling) -> Proposal:
         # One token of the room is for the recovered or bonus token, which every step commits.
-        asked = [min(self.num_draft_tokens, self._room(row, sampling) - 1) for row in rows]
+        asked = [min(self._draft_limit, self._room(row, sampling) - 1) for row in rows]
         if self.drafter is None or not any(asked):
             return Proposal([[] for _ in rows], None)
         hidden = None

@@ -43,6 +43,63 @@ def runs(records: Mapping[str, Sequence[Record]]) -> Group:
     return Group(_stage_table(arms), table)
 
 
+def certificates(summary: Record) -> Group:
+    """All tables of `paceline certify`, then what speaks against each arm."""
+    arms: Mapping[str, Record] = summary["arms"]
+    sentences = [
+        Text(f"{arm}: {finding}", style="red") for arm, figures in arms.items() for finding in figures["findings"]
+    ]
+    return Group(_certificate_table(arms), _slot_table(arms), *sentences)
+
+
+def _certificate_table(arms: Mapping[str, Record]) -> Table:
+    reports = [arm["certificate"] for arm in arms.values()]
+    recovered = [arm["recovered"] for arm in arms.values()]
+    table = _table("were the tokens drawn from the policy?", list(arms))
+    table.add_row("verdict", *(arm["verdict"] for arm in arms.values()), style="bold")
+    table.add_row("tokens", *(f"{part['tokens']:,}" for part in reports))
+    table.add_row("acceptance length", *(_number(arm["acceptance_length"]) for arm in arms.values()))
+    table.add_section()
+    table.add_row("z (about standard normal)", *(_number(part["z"], 2, "+") for part in reports))
+    table.add_row("excess, nats per token", *(_number(part["excess_nats"], 4, "+") for part in reports))
+    table.add_row("  95 % interval, +-", *(_number(part["excess_half_width"], 4) for part in reports))
+    table.add_row("  smallest bias seen at 4 sigma", *(_number(part["smallest_visible_nats"], 4) for part in reports))
+    table.add_row("Kolmogorov-Smirnov p", *(_number(part["ks_p"], 3) for part in reports))
+    table.add_row("log M (alarm at 13.8)", *(_number(part["log_m"], 1, "+") for part in reports))
+    table.add_row("tokens outside the kept set", *(str(part["outside_kept"]) for part in reports))
+    for name, key in (("neighbouring tokens", "lag1"), ("samples of a prompt", "cross")):
+        table.add_row(f"correlation of {name}", *(_number(part[f"{key}_correlation"], 4, "+") for part in reports))
+        table.add_row("  its z", *(_number(part[f"{key}_z"], 2, "+") for part in reports))
+    table.add_section()
+    table.add_row("recovered tokens", *(f"{part['tokens']:,}" for part in recovered))
+    table.add_row("  z under the residual law", *(_number(part["z"], 2, "+") for part in recovered))
+    table.add_row("  Kolmogorov-Smirnov p", *(_number(part["ks_p"], 3) for part in recovered))
+    table.add_row("  impossible ones", *(str(part["outside_kept"]) for part in recovered))
+    return table
+
+
+def _slot_table(arms: Mapping[str, Record]) -> Table:
+    table = Table(title=Text("by slot"), title_justify="left", title_style="bold")
+    table.add_column("arm")
+    table.add_column("slot")
+    for name in ("tokens", "excess", "z", "drafts tested", "accepted - expected", "z", "recovered", "z"):
+        table.add_column(name, justify="right")
+    for arm, figures in arms.items():
+        drafts, recovered = figures["certificate"]["acceptance_by_slot"], figures["recovered"]["by_slot"]
+        for slot, part in figures["certificate"]["by_slot"].items():
+            cells = [f"{part['tokens']:,}", _number(part["excess_nats"], 4, "+"), _number(part["z"], 2, "+")]
+            if slot in drafts:
+                excess = drafts[slot]["excess"]
+                cells.append(f"{drafts[slot]['drafts']:,}")
+                cells.append("-" if excess is None else f"{100 * excess:+.2f} %")
+                cells.append(_number(drafts[slot]["z"], 2, "+"))
+            if slot in recovered:
+                cells += [f"{recovered[slot]['tokens']:,}", _number(recovered[slot]["z"], 2, "+")]
+            name = "no draft" if slot == "-1" else slot
+            table.add_row(arm, f"{name} (bonus)" if slot == str(figures["num_draft_tokens"]) else name, *cells)
+    return table
+
+
 def _stage_table(arms: Mapping[str, Record]) -> Table:
     table = _table("seconds per step (median)", list(arms))
     for stage in STAGES:

@@ -71,6 +71,29 @@ def apply() -> list[str]:
     return active
 
 
+def install_sampler(runner: Any) -> list[str]:
+    """Give a model runner that speculates the sampler of `engine.vllm.sampler`. Returns its name, as `apply` does.
+
+    `GPUModelRunner.rejection_sampler` (0.32.0, which the CPU runner inherits) samples at every drafted position, also
+    behind a rejection, and runs in steps without a draft, too. On CPU only: on a GPU vLLM's kernels stay until the two
+    have been compared there. Call it between the start of the engine and its first step.
+    """
+    from vllm.platforms import current_platform
+    from vllm.v1.sample.rejection_sampler import RejectionSampler
+
+    from paceline.engine.vllm.sampler import SlotSampler
+
+    if runner.speculative_config is None or not current_platform.is_cpu():
+        return []
+    if type(runner.rejection_sampler) not in (RejectionSampler, SlotSampler):
+        raise EngineError(
+            f"vLLM {vllm_version()} verifies drafts with {type(runner.rejection_sampler).__name__}: paceline's sampler "
+            "replaces RejectionSampler. Narrow SUPPORTED in paceline.engine.vllm.compat."
+        )
+    runner.rejection_sampler = SlotSampler(runner.sampler, runner.speculative_config, runner.device)
+    return ["slot_sampler"]
+
+
 def expand_batch_to_tokens(
     x: torch.Tensor,
     cu_num_tokens: torch.Tensor,

@@ -15,7 +15,7 @@ from safetensors import safe_open
 
 from paceline.config.run import Draft, Eagle3Draft, NgramDraft, NoDraft
 from paceline.config.run import VllmEngine as VllmEngineConfig
-from paceline.engine.base import Rollouts
+from paceline.engine.base import Rollouts, check_draft_limit
 from paceline.engine.vllm import compat, weights
 from paceline.engine.vllm.record import BlockRecorder
 from paceline.errors import ConfigError, EngineError, ModelError, PublishError
@@ -83,6 +83,7 @@ class VllmEngine:
             )
         self._engine = self._llm.llm_engine
         self._runner = self._engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+        self.repairs += compat.install_sampler(self._runner)
         self._recorder = BlockRecorder(self._runner)
         self._calls = 0
         self._check_loaded(folder, draft_folder)
@@ -159,6 +160,16 @@ class VllmEngine:
         self._reset_caches()
         self._check_draft(draft)
         self.versions = Versions(policy=self.versions.policy, draft=versions.draft)
+
+    def limit_drafts(self, num_draft_tokens: int) -> None:
+        """See `RolloutEngine.limit_drafts`. vLLM's own table of k by batch size (dynamic speculation, 0.32) holds it.
+
+        Where k more tokens would not fit `max_model_len`, vLLM drafts k times token 0 whatever the table says
+        (`GPUModelRunner.sample_tokens`): rejected or accepted by the same rule, so the law is the same there too.
+        """
+        check_draft_limit(num_draft_tokens, self.num_draft_tokens)
+        table = [num_draft_tokens] * (self._max_num_seqs + 1) if num_draft_tokens < self.num_draft_tokens else None
+        self._engine.engine_core.engine_core.scheduler.dynamic_sd_lookup = table
 
     def close(self) -> None:
         """Shut the engine core down and drop the references, so that its memory can be reused."""

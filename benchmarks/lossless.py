@@ -1,0 +1,26 @@
+"""Losslessness: planted faults against tests, the certificate on a real model, and the sampler's speed."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+
+from benchmarks.bars import Bar, main, run
+from benchmarks.certify_runs import certify_bars
+from benchmarks.planted_faults import fault_bars
+from benchmarks.sampler_speed import sampler_bars
+
+
+def law_tests() -> Iterable[Bar]:
+    """`tests/law`, all of it."""
+    finished = run([sys.executable, "-m", "paceline.cli.process", sys.executable, "-m", "pytest", "-q", "tests/law"])
+    summary = finished.output.strip().splitlines()[-1].strip("= ")
+    yield Bar(
+        "law_tests_s", round(finished.seconds), "< 180", finished.code == 0 and finished.seconds < 180, spread=summary
+    )
+
+
+MEASUREMENTS = {"laws": law_tests, "faults": fault_bars, "sampler": sampler_bars, "certify": certify_bars}
+
+if __name__ == "__main__":
+    main(MEASUREMENTS)

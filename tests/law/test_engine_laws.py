@@ -1,0 +1,121 @@
+"""The whole engine: responses follow the exact law that the policy's own logits give, whatever drafts.
+
+Chi-square over all responses to one prompt. A right engine fails one test with probability 1e-6 (seeds are fixed, so a
+passing test stays one). tests/unit/test_reference_engine.py does the same for the reference engine.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+
+from paceline.config.run import Eagle3Draft, NgramDraft, NoDraft
+from paceline.config.run import VllmEngine as VllmConfig
+from paceline.engine.vllm.engine import VllmEngine
+from paceline.spec.sampling import policy_probs
+from paceline.testing.faults import P_LIMIT, chi_square_p
+from paceline.testing.models import random_head, random_policy
+from paceline.types import Prompt, Request, Sampling
+
+VOCAB, EOS = 8, 1
+NUM_REQUESTS = 1500
+# Look-up finds the last token earlier in the prompt, so there are n-gram drafts from the second step on.
+PROMPT = (2, 3, 4, 5, 6, 7, 2, 3, 4, 6, 5, 2, 7, 3)
+ARMS = ("none", "eagle3", "ngram")
+SAMPLINGS = {
+    "T=1": Sampling(temperature=1.0, max_tokens=4, stop_token_ids=(EOS,)),
+    "T=0.7": Sampling(temperature=0.7, max_tokens=4, stop_token_ids=(EOS,)),
+    "T=1, top-k 6, top-p 0.9": Sampling(temperature=1.0, top_k=6, top_p=0.9, max_tokens=4, stop_token_ids=(EOS,)),
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    root = tmp_path_factory.mktemp("models")
+    policy = random_policy(root / "policy", num_layers=4, vocab_size=VOCAB, spread=0.3, seed=3)
+    random_head(root / "head", policy, aux_layers=(1, 2, 3))
+    return root, policy
+
+
+@pytest.fixture(scope="module")
+def engines(folders):
+    root, _ = folders
+    config = VllmConfig(max_num_seqs=256, kv_cache_gib=0.25, threads=1)
+
+    def build(draft, head=None):
+        return VllmEngine(root / "policy", config, draft, draft_folder=head, max_model_len=32)
+
+    engines = {
+        "none": build(NoDraft()),
+        "eagle3": build(Eagle3Draft(num_draft_tokens=3), root / "head"),
+        "ngram": build(NgramDraft(num_draft_tokens=3, min_ngram=1, max_ngram=3)),
+    }
+    yield engines
+    for engine in engines.values():
+        engine.close()
+
+
+@torch.no_grad()
+def exact_law(policy, sampling: Sampling) -> dict[tuple[int, ...], float]:
+    """Every response and its probability, from the policy's logits on whole sequences: no engine, no cache."""
+    law: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(sampling.max_tokens):
+        open_ends = [tokens for tokens in law if not tokens or tokens[-1] not in sampling.stop_token_ids]
+        logits = policy(torch.tensor([[*PROMPT, *tokens] for tokens in open_ends])).logits[:, -1]
+        longer = {tokens: mass for tokens, mass in law.items() if tokens and tokens[-1] in sampling.stop_token_ids}
+        for tokens, probs in zip(open_ends, policy_probs(logits.double(), sampling).tolist(), strict=True):
+            longer |= {(*tokens, token): law[tokens] * p for token, p in enumerate(probs) if p > 0}
+        law = longer
+    return law
+
+
+def sampled(engine: VllmEngine, sampling: Sampling, first_seed: int):
+    asked = [Request(Prompt("p", PROMPT), index, seed=first_seed + index) for index in range(NUM_REQUESTS)]
+    rollouts = engine.generate(asked, sampling)
+    return Counter(completion.token_ids for completion in rollouts.completions), rollouts.stats
+
+
+@pytest.mark.parametrize("arm", ARMS)
+@pytest.mark.parametrize("name", SAMPLINGS)
+def test_responses_of_vllm_follow_the_exact_law_of_the_policy(folders, engines, arm, name):
+    counts, stats = sampled(engines[arm], SAMPLINGS[name], first_seed=50_000)
+    assert chi_square_p(counts, exact_law(folders[1], SAMPLINGS[name])) > P_LIMIT
+    # The drafts were there, and were judged both ways.
+    if arm != "none":
+        assert stats.accepted > 100 and stats.recovered > 100
+
+
+def drafts_at_half_the_temperature(metadata, logits):
+    logits[metadata.target_logits_indices] *= 2
+
+
+def drafts_on_the_row_behind(metadata, logits):
+    logits[metadata.target_logits_indices] = logits[metadata.target_logits_indices + 1]
+
+
+def bonus_on_the_row_before(metadata, logits):
+    logits[metadata.bonus_logits_indices] = logits[(metadata.bonus_logits_indices - 1).clamp_min(0)]
+
+
+@pytest.mark.parametrize(
+    ("arm", "fault"),
+    [
+        ("eagle3", drafts_at_half_the_temperature),
+        ("ngram", drafts_on_the_row_behind),
+        ("ngram", bonus_on_the_row_before),
+    ],
+)
+def test_a_fault_planted_in_the_verifier_of_vllm_is_noticed(folders, engines, arm, fault, monkeypatch):
+    sampler = engines[arm]._runner.rejection_sampler
+    verify = sampler.forward
+
+    def faulty(metadata, draft_probs, logits, sampling_metadata):
+        logits = logits.clone()
+        fault(metadata, logits)
+        return verify(metadata, draft_probs, logits, sampling_metadata)
+
+    monkeypatch.setattr(sampler, "forward", faulty)
+    counts, _ = sampled(engines[arm], SAMPLINGS["T=1"], first_seed=50_000)
+    assert chi_square_p(counts, exact_law(folders[1], SAMPLINGS["T=1"])) < P_LIMIT
