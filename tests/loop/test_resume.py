@@ -59,6 +59,9 @@ def in_child(action):
     child = os.fork()
     if child == 0:
         try:
+            torch.set_num_threads(
+                1
+            )  # A forked OpenMP runtime starts over from OMP_NUM_THREADS, and rounds differently.
             action()
             os._exit(0)
         except KeyboardInterrupt:
