@@ -1,0 +1,103 @@
+"""The simulator against vLLM on this machine: single engine steps, and rollouts of real runs."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.bars import Bar, run
+from paceline.drafts.profile import CalibrationPoint, model_seconds, read_profile
+
+THREADS = "1"
+RUNS = (
+    ("demo", ("none", "eagle3"), ("--run.num_steps", "5", "--data.num_eval", "16")),
+    ("smollm2-chain-sum", ("none", "eagle3"), ("--run.num_steps", "3")),
+)
+"""(recipe, arms, overrides): tiny and SmolLM2, without speculation and at a fixed k."""
+
+
+def reality_bars() -> Iterable[Bar]:
+    """A profile of each recipe, and with it its held-out steps and the rollouts of two arms."""
+    for recipe, arms, overrides in RUNS:
+        with tempfile.TemporaryDirectory() as scratch:
+            profile = Path(scratch) / "profile.json"
+            finished = calibrate(recipe, profile)
+            if finished != 0:
+                yield Bar(f"reality_{recipe}", f"calibrate ended with {finished}", "a profile", "undecided")
+                continue
+            yield from iteration_bars(recipe, profile)
+            for arm in arms:
+                yield rollout_bar(recipe, arm, overrides, profile, Path(scratch))
+
+
+def calibrate(recipe: str, profile: Path) -> int:
+    """`paceline calibrate` up to k = 5, with one thread. Returns its exit code."""
+    return run(
+        [
+            *(sys.executable, "-m", "paceline.cli.main", "calibrate", f"recipes/{recipe}.toml"),
+            *("--out", str(profile), "--draft.num_draft_tokens", "5", "--engine.threads", THREADS),
+        ]
+    ).code
+
+
+def iteration_bars(recipe: str, path: Path) -> Iterable[Bar]:
+    """Ratios c(k) = tau(n, k) / tau(n, 0) of a batch and a k that the fit has not seen, in processor time."""
+    points = [point.model_copy(update={"seconds": point.cpu_seconds}) for point in read_profile(path).points]
+    live, lengths = sorted({p.n for p in points}), sorted({p.k for p in points})
+    errors = {f"n={n} k={k}": hold_out(points, n, k) for n in live[1:-1] for k in lengths[1:-1]}
+    middle = f"n={live[len(live) // 2]} k={lengths[len(lengths) // 2]}"
+    value = errors[middle]
+    yield Bar(
+        f"reality_{recipe}_cost_ratio_mape",
+        round(value, 3),
+        "<= 0.20 (aim 0.12), held-out n and k",
+        value <= 0.20,
+        {"held_out": middle, "others": {name: round(error, 3) for name, error in errors.items()}, "threads": THREADS},
+    )
+
+
+def hold_out(points: Sequence[CalibrationPoint], n: int, k: int) -> float:
+    """Mean relative error of c on the points with that n or that k, predicted from all others."""
+    from paceline.loop.calibrate import fit
+
+    kept = [point for point in points if point.n != n and point.k != k]
+    parameters = fit(kept, "wall")
+    plain = {(p.n, p.context): p.seconds for p in points if p.k == 0}
+    errors = []
+    for point in points:
+        if point in kept or point.k == 0:
+            continue
+        predicted = model_seconds(parameters, point.n, point.k, point.context)
+        predicted /= model_seconds(parameters, point.n, 0, point.context)
+        errors.append(abs(predicted / (point.seconds / plain[point.n, point.context]) - 1))
+    return statistics.fmean(errors)
+
+
+def rollout_bar(recipe: str, arm: str, overrides: Sequence[str], profile: Path, root: Path) -> Bar:
+    """A short run, replayed through the profile of the same recipe and threads."""
+    goal, name = "within 20 % of the measured rollout seconds", f"reality_{recipe}_{arm}_rollout_error"
+    trained = run(
+        [
+            *(sys.executable, "-m", "paceline.cli.main", "train", f"recipes/{recipe}.toml", "--draft.method", arm),
+            *("--run.root", str(root), "--run.name", arm, "--engine.threads", THREADS, *overrides),
+        ]
+    )
+    if trained.code != 0:
+        return Bar(name, f"train ended with {trained.code}", goal, "undecided")
+    checked = run(
+        [
+            *(sys.executable, "-m", "paceline.cli.main", "simulate", "validate", str(root / arm)),
+            *("--profile", str(profile), "--json"),
+        ]
+    )
+    if checked.code != 0:
+        return Bar(name, f"validate ended with {checked.code}", goal, "undecided")
+    report: Mapping[str, Any] = json.loads(checked.output.strip().splitlines()[-1])
+    steps = [[round(check["predicted_s"], 3), round(check["measured_s"], 3)] for check in report["steps"]]
+    error = report["error"]
+    return Bar(name, round(error, 3), goal, abs(error) <= 0.20, {"predicted_and_measured_s": steps, "threads": THREADS})

@@ -1,0 +1,243 @@
+"""Generation beside training: own GPUs for each, and rollouts that may be some policy versions old.
+
+Batch b is trained in step b, with weights that then become version b + 1. With lag L its rollouts may begin with
+version b - L: at the end of step b - 1 - L. Lag 0 is the synchronous step on two sets of GPUs.
+
+    generate   |--- batch 0 ---|--- batch 1 ---|--- batch 2 ---|          L = 1
+    learn                      |-- step 0 --|s |-- step 1 --|s |-- step 2 --|s
+    version    0                              1                2               s: weights sent (`prepare`)
+
+*In flight*: engines stop for the transfer of new weights and go on with what they were decoding; requests of several
+batches share an engine. *Drained*: a transfer waits until the engines are idle, so batches never mix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from paceline.errors import ConfigError
+from paceline.sim.acceptance import Acceptance
+from paceline.sim.cost import Cost
+from paceline.sim.rollout import Engines, simulate_rollout
+from paceline.sim.schedule import Schedule
+from paceline.sim.step import Stages
+from paceline.sim.tabled import tabled
+from paceline.sim.workload import Requests
+
+Updates = Literal["in_flight", "drained"]
+TOLERANCE = 1e-3
+"""Of a mean step: how far the times at which versions are ready may move in the last round of the fixed point."""
+
+Array = np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class AsyncRun:
+    """Some steps of an asynchronous run. B batches; times in seconds from the start of the first rollout."""
+
+    lag: int
+    learn_s: float
+    sync_s: float
+    released_s: Array
+    """[B] when the rollouts of a batch were allowed to begin."""
+    done_s: Array
+    """[B] when its slowest rollout ended."""
+    learned_s: Array
+    """[B] when its step of the learner ended."""
+    ready_s: Array
+    """[B] when the weights that it gave had reached the engines."""
+    first_s: Array
+    """[B] when its first rollout was admitted."""
+    live: tuple[Array, Array]
+    """(seconds [J], live sequences of all engines [J]): a step function."""
+    rollouts: int
+    """Responses of one batch."""
+
+    @property
+    def begun_s(self) -> Array:
+        """[B] when its step of the learner began."""
+        return np.maximum(self.done_s, np.concatenate([[0.0], self.ready_s[:-1]]))
+
+    @property
+    def exposed_s(self) -> Array:
+        """[B] how long the learner waited for the rollouts of the batch."""
+        return self.begun_s - np.concatenate([[0.0], self.ready_s[:-1]])
+
+    @property
+    def period_s(self) -> float:
+        """Mean step, when the start has been forgotten."""
+        return float(np.mean(np.diff(self.ready_s)[self._settled]))
+
+    @property
+    def exposed_generate_s(self) -> float:
+        """Mean wait for rollouts per step, over the same steps."""
+        return float(np.mean(self.exposed_s[1:][self._settled]))
+
+    @property
+    def age(self) -> Array:
+        """[B] policy versions between the weights that a batch began with and those that it updates, up to the lag."""
+        # Found to within the tolerance: what began with a version began when it was ready.
+        slack_s = TOLERANCE * float(np.diff(self.ready_s).mean())
+        versions = np.searchsorted(self.ready_s, self.first_s + slack_s, side="right")
+        return np.arange(len(self.ready_s)) - versions
+
+    @property
+    def _settled(self) -> slice:
+        """Whole cycles of lag + 1 batches, as those may end together, from the later half; without the last ones, which
+        have the engines to themselves."""
+        cycle, end = self.lag + 1, len(self.ready_s) - 1 - self.lag
+        count = max(end // 2 // cycle, 1) * cycle
+        return slice(max(end - count, 0), max(end, 1))
+
+
+def simulate_async(
+    batches: Sequence[Requests],
+    cost: Cost,
+    acceptance: Acceptance | None,
+    schedule: Schedule | int,
+    engines: Engines,
+    stages: Stages,
+    *,
+    lag: int,
+    updates: Updates = "in_flight",
+) -> AsyncRun:
+    """The batches one after another, `engines` generating and a learner taking `stages` per step.
+
+    In flight, release times and rollouts depend on each other and are found together, to `TOLERANCE` of a step.
+    Raises ConfigError for a negative lag or fewer than two batches.
+    """
+    if lag < 0:
+        raise ConfigError(f"a lag of {lag}: give 0 (synchronous) or more policy versions")
+    if len(batches) < 2:
+        raise ConfigError("an asynchronous run needs at least two batches to have a period")
+    learn_s, sync_s = stages.learn_s, stages.prepare_s
+    if updates == "drained" or lag == 0:
+        return _drained(batches, cost, acceptance, schedule, engines, learn_s, sync_s, lag)
+    cost = tabled(cost, min(engines.slots, sum(map(len, batches))))
+    return _in_flight(batches, cost, acceptance, schedule, engines, learn_s, sync_s, lag)
+
+
+def closed_form(generate_s: float, stages: Stages, lag: int, capacity_s: float = 0.0) -> tuple[float, float]:
+    """(period, exposed generation) of an in-flight run in seconds: the longest of three cycles.
+
+    The learner alone; a batch that is generated, stopped by `lag` transfers, and learned, spread over the lag + 1
+    under way; the work of a batch on engines that are always full (`capacity_s`).
+    """
+    cycle_s = generate_s + lag * stages.prepare_s + stages.total_s
+    period = max(stages.total_s, cycle_s / (lag + 1), capacity_s)
+    return period, period - stages.total_s
+
+
+def _drained(
+    batches: Sequence[Requests],
+    cost: Cost,
+    acceptance: Acceptance | None,
+    schedule: Schedule | int,
+    engines: Engines,
+    learn_s: float,
+    sync_s: float,
+    lag: int,
+) -> AsyncRun:
+    count = len(batches)
+    released, done, learned, ready = (np.zeros(count) for _ in range(4))
+    curves: list[tuple[Array, Array]] = []
+    idle = 0.0  # When the engines have finished everything that they were allowed to begin.
+    begun = 0
+    for step in range(count):
+        # Version `step` is on the engines since ready[step - 1]: batches up to step + lag may run, one after another.
+        since = ready[step - 1] if step else 0.0
+        while begun < min(step + lag + 1, count):
+            rollout = simulate_rollout(batches[begun], cost, acceptance, schedule, engines)
+            released[begun] = since
+            start = max(since, idle)
+            done[begun] = idle = start + rollout.makespan_s
+            time_s, live = rollout.active()
+            curves.append((time_s + start, live))
+            begun += 1
+        learned[step] = max(done[step], since) + learn_s
+        ready[step] = max(learned[step], idle) + sync_s
+    first = np.array([curve[0][0] for curve in curves])
+    live = (np.concatenate([curve[0] for curve in curves]), np.concatenate([curve[1] for curve in curves]))
+    return AsyncRun(lag, learn_s, sync_s, released, done, learned, ready, first, live, len(batches[0]))
+
+
+def _in_flight(
+    batches: Sequence[Requests],
+    cost: Cost,
+    acceptance: Acceptance | None,
+    schedule: Schedule | int,
+    engines: Engines,
+    learn_s: float,
+    sync_s: float,
+    lag: int,
+) -> AsyncRun:
+    """A fixed point of the times at which versions are ready, found in rounds. b batches are exact after b rounds at
+    the latest, because what happens up to some moment depends on earlier releases only; a few rounds do.
+
+    The engines stand still during a transfer. Rollouts are simulated on a clock of their own, which stops then.
+    """
+    count = len(batches)
+    sizes = np.cumsum([len(batch) for batch in batches])[:-1]
+    # A good guess saves rounds: the closed form of batches that do not slow each other down.
+    alone_s = simulate_rollout(batches[0], cost, acceptance, schedule, engines).makespan_s
+    cycle_s = alone_s + lag * sync_s + learn_s + sync_s
+    ready = alone_s + learn_s + sync_s + np.arange(count) * max(learn_s + sync_s, cycle_s / (lag + 1))
+
+    def run_with(ready_s: Array) -> AsyncRun:
+        pauses = ready_s - sync_s
+        released = np.array([0.0 if b <= lag else ready_s[b - 1 - lag] for b in range(count)])
+        requests = Requests.concatenate(
+            [batch.released(_running(when, pauses, sync_s)) for batch, when in zip(batches, released, strict=True)]
+        )
+        rollout = simulate_rollout(requests, cost, acceptance, schedule, engines)
+        done = _split(_wall(rollout.finish_s, pauses, sync_s), sizes, np.max)
+        # What begins at a pause begins after it; what ends at one ended before it.
+        first = _split(_wall(rollout.admit_s, pauses, sync_s, after=True), sizes, np.min)
+        learned, ready = _learner(done, learn_s, sync_s)
+        time_s, live = rollout.active()
+        curve = (_wall(time_s, pauses, sync_s), live)
+        return AsyncRun(lag, learn_s, sync_s, released, done, learned, ready, first, curve, len(batches[0]))
+
+    run = run_with(ready)
+    for _ in range(count):
+        if np.abs(run.ready_s - ready).max() <= TOLERANCE * np.diff(run.ready_s).mean():
+            break
+        ready = run.ready_s
+        run = run_with(ready)
+    return run
+
+
+def _split(values: Array, sizes: Array, reduce: Callable[[Array], Array]) -> Array:
+    """[B] one figure of the requests of each batch."""
+    return np.array([reduce(part) for part in np.split(values, sizes)])
+
+
+def _learner(done_s: Array, learn_s: float, sync_s: float) -> tuple[Array, Array]:
+    """([B] end of the learner's step, [B] weights of it on the engines)."""
+    learned, ready, free = np.zeros_like(done_s), np.zeros_like(done_s), 0.0
+    for step, when in enumerate(done_s):
+        learned[step] = max(when, free) + learn_s
+        ready[step] = free = learned[step] + sync_s
+    return learned, ready
+
+
+def _running(wall_s: float, pauses_s: Array, pause_s: float) -> float:
+    """Seconds that the engines ran until `wall_s`, when they stood still for `pause_s` from each of `pauses_s` on."""
+    return float(wall_s - np.clip(wall_s - pauses_s, 0.0, pause_s).sum())
+
+
+def _wall(running_s: Array, pauses_s: Array, pause_s: float, after: bool = False) -> Array:
+    """Inverse of `_running`; at a pause its beginning, or its end with `after`."""
+    begins = pauses_s - pause_s * np.arange(len(pauses_s))
+    return running_s + pause_s * np.searchsorted(
+        begins - 1e-9 if after else begins, running_s, side="right" if after else "left"
+    )
+
+
+def batches_needed(lag: int) -> int:
+    """Batches after which the period of a run is settled: four cycles of those that may be under way together."""
+    return 4 * (lag + 1)

@@ -1,0 +1,129 @@
+"""`paceline simulate`: light, deterministic, valid JSON with marks, and errors that name the remedy."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+
+import pytest
+
+from paceline.cli.main import main
+
+MARKS = {"measured", "fitted", "assumed", "published"}
+SMALL = ["--rollouts", "64", "--gpus", "4", "--mean-length", "300", "--max-tokens", "1000", "--seed", "3"]
+TINY = ["--rollouts", "16", "--gpus", "4", "--mean-length", "60", "--max-tokens", "200"]
+COMMANDS = {
+    "rollout": [*TINY, "--price", "3", "--sensitivity"],
+    "step": [*SMALL, "--price", "3"],
+    "async": [*TINY, "--training-gpus", "2", "--stages", "prepare=0.1,train=0.5"],
+    "sweep": [*SMALL, "--over", "k=1,3", "--over", "alpha=1.5,3", "--generation-share", "0.65"],
+    "recommend": [*TINY, "--training-gpus", "2", "--drafts", "eagle3@3:3.0,ngram@3:2.0"],
+    "compare": [*SMALL, "--drafts", "eagle3@3:3.0,mtp@1:1.8,ngram@3:2.0", "--price", "3"],
+}
+
+
+def no_constants(name: str) -> float:
+    raise AssertionError(f"{name} is no JSON")
+
+
+@pytest.mark.parametrize("verb", COMMANDS)
+def test_json_is_valid_and_every_figure_can_be_traced_to_marks(verb, capsys):
+    assert main(["simulate", verb, *COMMANDS[verb], "--json"]) == 0
+    out = capsys.readouterr().out
+    report = json.loads(out, parse_constant=no_constants)
+    assert list(report["modes"]) == ["ideal", "calibrated"]
+    for record in report["modes"].values():
+        assert record["mark"] in MARKS
+        assert sum(record["rests_on"].values()) == len(record["assumptions"])
+        assert {line["mark"] for line in record["assumptions"]} <= MARKS
+        assert all(line["source"] for line in record["assumptions"])
+    # The overhead that tells the modes apart is marked for what it is.
+    fitted = {line["name"] for line in report["modes"]["calibrated"]["assumptions"] if line["mark"] == "fitted"}
+    assert "efficiency.host_draft_s" in fitted
+
+
+def test_the_same_seed_gives_the_same_bytes_and_another_one_does_not(capsys):
+    outputs = []
+    for seed in ("3", "3", "4"):
+        assert main(["simulate", "async", *TINY, "--stages", "train=0.1", "--seed", seed, "--json"]) == 0
+        outputs.append(capsys.readouterr().out)
+    assert outputs[0] == outputs[1] != outputs[2]
+
+
+@pytest.mark.parametrize("verb", COMMANDS)
+def test_tables_name_the_assumptions_and_figures_are_drawn(verb, tmp_path, capsys):
+    assert main(["simulate", verb, *COMMANDS[verb], "--plots", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "what this rests on" in out and "published" in out and "assumed" in out
+    drawn = sorted(tmp_path.glob("*.png"))
+    assert drawn and all(path.stat().st_size > 5000 for path in drawn)
+    assert all(str(path) in out for path in drawn)
+
+
+def test_speedups_of_the_json_are_ratios_of_its_seconds(capsys):
+    assert main(["simulate", "step", *COMMANDS["step"], "--json"]) == 0
+    for record in json.loads(capsys.readouterr().out)["modes"].values():
+        none, spec = (arm["stage_s"] for arm in record["arms"].values())
+        assert record["rollout_speedup"] == pytest.approx(none["generate"] / spec["generate"])
+        assert record["step_speedup"] == pytest.approx(none["step"] / spec["step"])
+        assert none["step"] == pytest.approx(
+            math.fsum(none[s] for s in ("data", "prepare", "generate", "logprob", "train"))
+        )
+        hours = [arm["gpu_hours"] for arm in record["money"]["arms"].values()]
+        assert hours[0] == pytest.approx(4 * none["step"] / 3600)
+        assert record["money"]["arms"]["none"]["dollars"] == pytest.approx(3 * hours[0])
+
+
+def test_simulating_loads_no_torch_and_help_loads_nothing_heavy():
+    code = (
+        "import sys\nfrom paceline.cli.main import main\n"
+        f"main(['simulate', 'rollout', *{SMALL!r}, '--json'])\n"
+        "print({'torch', 'transformers', 'vllm', 'ray', 'matplotlib'} & set(sys.modules))\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert result.stdout.splitlines()[-1] == "set()", result.stderr
+    code = (
+        "import sys\nfrom paceline.cli.main import main\n"
+        "try: main(['simulate', 'sweep', '--help'])\nexcept SystemExit: pass\n"
+        "print({'torch', 'numpy', 'scipy', 'pydantic', 'matplotlib', 'rich'} & set(sys.modules))\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert result.stdout.splitlines()[-1] == "set()", result.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["rollout", "--hardware", "gb20"], "Did you mean gb200?"),
+        (["rollout", "--model", "qwen3-8"], "Did you mean qwen3-8b?"),
+        (["rollout", "--draft", "eagle@3:2"], "Did you mean eagle3?"),
+        (["rollout", "--hardwear", "h100"], "--hardwear is not an option; did you mean --hardware?"),
+        (["rollout", "--draft", "eagle3@3:4.2"], "acceptance length 4.2"),
+        (["rollout", "--gpus", "3", "--layout", "TP2"], "3 GPUs do not divide into engines of 2"),
+        (["rollout", "--trace", "none.jsonl"], "--trace -> there is no file none.jsonl"),
+        (["rollout", "--run", "none"], "none is not a run folder"),
+        (["rollout", "--profile", "none.json"], "--profile -> there is no file none.json"),
+        (["step", "--stages", "train=soon"], "--stages -> must be NAME=SECONDS"),
+        (["step", "--stages", "tarin=3"], "no such stage: tarin"),
+        (["step", "--stages", "train=3", "--generation-share", "0.6"], "leave one of them out"),
+        (["sweep", "--over", "k"], "--over -> must be NAME=VALUE,VALUE"),
+        (["sweep", "--over", "temperature=1"], "cannot go over temperature"),
+        (["async", "--lag", "-1"], "lag of -1"),
+        (["rollout", "--run.seed", "3"], "this command reads none"),
+    ],
+)
+def test_what_cannot_work_is_one_paragraph_and_exit_code_2(words, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["simulate", *words]) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert captured.out == "" and "Traceback" not in captured.err
+
+
+def test_names_are_known_in_any_case(capsys):
+    assert main(["simulate", "rollout", *SMALL, "--model", "Qwen3-8B", "--hardware", "GB200", "--json"]) == 0
+    first = json.loads(capsys.readouterr().out)["modes"]["ideal"]["arms"]
+    assert main(["simulate", "rollout", *SMALL, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["modes"]["ideal"]["arms"] == first
