@@ -1,4 +1,4 @@
-"""Losslessness: planted faults against tests, the certificate on a real model, and the sampler's speed."""
+"""Losslessness: faults planted on our paths and in the live engine, the certificate on a real model, sampler speed."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterable
 
 from benchmarks.bars import Bar, main, run
-from benchmarks.certify_runs import certify_bars
+from benchmarks.certify_runs import certify_bars, engine_fault_bars
 from benchmarks.planted_faults import fault_bars
 from benchmarks.sampler_speed import sampler_bars
 
@@ -20,7 +20,13 @@ def law_tests() -> Iterable[Bar]:
     )
 
 
-MEASUREMENTS = {"laws": law_tests, "faults": fault_bars, "sampler": sampler_bars, "certify": certify_bars}
+MEASUREMENTS = {
+    "laws": law_tests,
+    "faults": fault_bars,
+    "engine_faults": engine_fault_bars,
+    "sampler": sampler_bars,
+    "certify": certify_bars,
+}
 
 if __name__ == "__main__":
     main(MEASUREMENTS)

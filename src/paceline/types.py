@@ -77,6 +77,8 @@ class Block:
     """[num_accepted + 1] committed tokens before any cut: accepted ones, then one recovered or bonus token."""
     live_batch: int = 0
     """Requests that decoded in this engine step."""
+    num_asked: int = field(default=0, compare=False)
+    """Draft tokens asked for; a look-up may have found fewer. 0 also where it is not known."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,16 @@ import pytest
 import torch
 from scipy.stats import binom, kstest
 
-from paceline.spec.certificate import ALARM_LOG_M, LAMBDAS, Certificate, alarm, score_acceptance, score_tokens
-from paceline.spec.sampling import draw_uniforms, log_probs, policy_probs, sample
+from paceline.spec.certificate import (
+    ALARM_LOG_M,
+    ALTERNATIVE_SHARES,
+    LAMBDAS,
+    Certificate,
+    alarm,
+    score_acceptance,
+    score_tokens,
+)
+from paceline.spec.sampling import draw_uniforms, log_probs, policy_probs, sample, sample_with
 from paceline.spec.verify import verify
 from paceline.types import Sampling
 
@@ -78,6 +86,32 @@ def test_every_bet_is_fair_to_rounding():
         lambdas = torch.tensor(LAMBDAS, dtype=torch.float64)
         bets = (lambdas * scores.surprisal_N.unsqueeze(1) - scores.log_mgf_NL).exp()
         assert float(((probs.unsqueeze(1) * bets).sum(0) - 1.0).abs().max()) < 1e-12
+
+
+def test_a_bet_on_the_row_before_never_gains_on_average():
+    """Summed over the vocabulary: a share of w times the row's mass outside the kept set is lost, the rest is fair."""
+    before, own = 2.0 * torch.randn(2, VOCAB, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
+    uniforms = torch.full((2,), 0.5, dtype=torch.float64)
+    for sampling in (PLAIN, Sampling(temperature=0.6), Sampling(top_k=5), Sampling(top_p=0.7)):
+        probs_before, probs = policy_probs(before, sampling), policy_probs(own, sampling)
+        for share in ALTERNATIVE_SHARES:
+            mean = 0.0
+            for token in probs.nonzero().flatten().tolist():
+                scores = score_tokens(
+                    torch.stack([before, own]), torch.tensor([0, token]), sampling, uniforms, in_order=True
+                )
+                mean += float(probs[token]) * (1.0 - share + share * math.exp(scores.alternative_N[1]))
+            assert mean == pytest.approx(1.0 - share * float(probs_before[probs == 0].sum()), abs=1e-12)
+
+
+def test_the_rank_by_id_is_the_noise_of_a_sampler_that_inverts_the_cdf():
+    generator = torch.Generator().manual_seed(16)
+    logits = table(1)[torch.randint(VOCAB, (500,), generator=generator)]
+    noise = draw_uniforms(generator, 500, 1).squeeze(1)
+    tokens = sample_with(policy_probs(logits, PLAIN), noise)
+    scores = scored(logits.unsqueeze(0), tokens.unsqueeze(0), PLAIN, generator)
+    mass = (-scores.surprisal_N).exp()
+    assert bool(((scores.id_rank_N - noise).abs() <= mass + 1e-6).all())
 
 
 @pytest.mark.parametrize(

@@ -11,19 +11,19 @@ from collections import Counter
 import pytest
 import torch
 
-from paceline.config.run import Eagle3Draft, NgramDraft, NoDraft
+from paceline.config.run import Eagle3Draft, HistoryDraft, MtpDraft, NgramDraft, NoDraft
 from paceline.config.run import VllmEngine as VllmConfig
 from paceline.engine.vllm.engine import VllmEngine
 from paceline.spec.sampling import policy_probs
 from paceline.testing.faults import P_LIMIT, chi_square_p
-from paceline.testing.models import random_head, random_policy
+from paceline.testing.models import random_head, random_mtp_policy, random_policy
 from paceline.types import Prompt, Request, Sampling
 
 VOCAB, EOS = 8, 1
 NUM_REQUESTS = 1500
 # Look-up finds the last token earlier in the prompt, so there are n-gram drafts from the second step on.
 PROMPT = (2, 3, 4, 5, 6, 7, 2, 3, 4, 6, 5, 2, 7, 3)
-ARMS = ("none", "eagle3", "ngram")
+ARMS = ("none", "eagle3", "ngram", "mtp", "history")
 SAMPLINGS = {
     "T=1": Sampling(temperature=1.0, max_tokens=4, stop_token_ids=(EOS,)),
     "T=0.7": Sampling(temperature=0.7, max_tokens=4, stop_token_ids=(EOS,)),
@@ -36,7 +36,8 @@ def folders(tmp_path_factory):
     root = tmp_path_factory.mktemp("models")
     policy = random_policy(root / "policy", num_layers=4, vocab_size=VOCAB, spread=0.3, seed=3)
     random_head(root / "head", policy, aux_layers=(1, 2, 3))
-    return root, policy
+    own_layer = random_mtp_policy(root / "mtp", vocab_size=VOCAB, seed=3)
+    return root, {arm: own_layer if arm == "mtp" else policy for arm in ARMS}
 
 
 @pytest.fixture(scope="module")
@@ -44,14 +45,18 @@ def engines(folders):
     root, _ = folders
     config = VllmConfig(max_num_seqs=256, kv_cache_gib=0.25, threads=1)
 
-    def build(draft, head=None):
-        return VllmEngine(root / "policy", config, draft, draft_folder=head, max_model_len=32)
+    def build(draft, head=None, policy="policy"):
+        return VllmEngine(root / policy, config, draft, draft_folder=head, max_model_len=32)
 
     engines = {
         "none": build(NoDraft()),
         "eagle3": build(Eagle3Draft(num_draft_tokens=3), root / "head"),
         "ngram": build(NgramDraft(num_draft_tokens=3, min_ngram=1, max_ngram=3)),
+        "mtp": build(MtpDraft(num_draft_tokens=3), policy="mtp"),
+        "history": build(HistoryDraft(num_draft_tokens=3, min_match=1)),
     }
+    # From an earlier step; the samples that finish first come to it in every call.
+    engines["history"].history.add_step(1, [(PROMPT, response) for response in ((5, 2, 3, 4), (2, 5, 5, 7), (6, 1))])
     yield engines
     for engine in engines.values():
         engine.close()
@@ -81,7 +86,7 @@ def sampled(engine: VllmEngine, sampling: Sampling, first_seed: int):
 @pytest.mark.parametrize("name", SAMPLINGS)
 def test_responses_of_vllm_follow_the_exact_law_of_the_policy(folders, engines, arm, name):
     counts, stats = sampled(engines[arm], SAMPLINGS[name], first_seed=50_000)
-    assert chi_square_p(counts, exact_law(folders[1], SAMPLINGS[name])) > P_LIMIT
+    assert chi_square_p(counts, exact_law(folders[1][arm], SAMPLINGS[name])) > P_LIMIT
     # The drafts were there, and were judged both ways.
     if arm != "none":
         assert stats.accepted > 100 and stats.recovered > 100
@@ -105,6 +110,8 @@ def bonus_on_the_row_before(metadata, logits):
         ("eagle3", drafts_at_half_the_temperature),
         ("ngram", drafts_on_the_row_behind),
         ("ngram", bonus_on_the_row_before),
+        ("mtp", drafts_at_half_the_temperature),
+        ("history", drafts_on_the_row_behind),
     ],
 )
 def test_a_fault_planted_in_the_verifier_of_vllm_is_noticed(folders, engines, arm, fault, monkeypatch):
@@ -118,4 +125,4 @@ def test_a_fault_planted_in_the_verifier_of_vllm_is_noticed(folders, engines, ar
 
     monkeypatch.setattr(sampler, "forward", faulty)
     counts, _ = sampled(engines[arm], SAMPLINGS["T=1"], first_seed=50_000)
-    assert chi_square_p(counts, exact_law(folders[1], SAMPLINGS["T=1"])) < P_LIMIT
+    assert chi_square_p(counts, exact_law(folders[1][arm], SAMPLINGS["T=1"])) < P_LIMIT

@@ -26,6 +26,8 @@ from paceline.testing.runs import tiny_parts, tiny_recipe, without_seconds
 
 torch.set_num_threads(1)
 
+Z_LIMIT = 4.9
+"""Two-sided tail of 1e-6 of a standard normal."""
 RECIPE = """
 [policy]
 kind = "folder"
@@ -75,7 +77,7 @@ def test_all_arms_of_a_right_engine_pass_with_exit_code_0(recipe_file, tmp_path,
     assert {arm: figures["verdict"] for arm, figures in arms.items()} == {"none": "pass", "ngram": "pass"}
     for arm, figures in arms.items():
         report = figures["certificate"]
-        assert report["tokens"] >= 3000 and abs(report["z"]) < certify.Z_LIMIT
+        assert report["tokens"] >= 3000 and abs(report["z"]) < Z_LIMIT
         assert 0 < report["smallest_visible_nats"] < 1
         assert report["lag1_z"] is not None and report["cross_z"] is not None
         assert (figures["recovered"]["tokens"] > 0) == (arm == "ngram") == bool(report["acceptance_by_slot"])
@@ -168,6 +170,18 @@ def bonus_of_another_sequence(patch):
     patch.setattr(reference, "verify", shifted)
 
 
+def bonus_of_the_row_before(patch):
+    def shifted(target_probs_BKV, draft_tokens_BK, draft_probs_BKV=None, **noise):
+        wrong = target_probs_BKV.clone()
+        counts = (draft_tokens_BK >= 0).long().cumprod(1).sum(1)
+        rows = torch.arange(len(wrong))[counts > 0]
+        wrong[rows, counts[rows]] = target_probs_BKV[rows, counts[rows] - 1]
+        return real(wrong, draft_tokens_BK, draft_probs_BKV, **noise)
+
+    real = reference.verify
+    patch.setattr(reference, "verify", shifted)
+
+
 def one_seed_for_all(patch):
     real = ReferenceEngine.generate
     patch.setattr(
@@ -184,6 +198,11 @@ def one_seed_for_all(patch):
         (recovered_from_the_policy, (), "recovered tokens: alarm"),
         (slot_1_accepted_too_often, (), "acceptance at slot 1: z +"),
         (bonus_of_another_sequence, ("--draft.num_draft_tokens", "1"), "all tokens at slot 1 (bonus): z +"),
+        (
+            bonus_of_the_row_before,
+            ("--draft.num_draft_tokens", "1"),
+            "all tokens at slot 1 (bonus): drawn from the row of logits before their own",
+        ),
         (one_seed_for_all, (), "tokens of different samples of a prompt are correlated"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
@@ -282,7 +301,7 @@ def test_an_alarm_falls_back_to_no_speculation_and_the_run_goes_on_without_one(t
     # The tokens since then are judged by themselves.
     after = sum(sum(line["lengths"]) for line in lines if line["step"] > alarmed[0])
     assert lines[-1]["certificate"]["tokens"] == after
-    assert abs(lines[-1]["certificate"]["z"]) < certify.Z_LIMIT
+    assert abs(lines[-1]["certificate"]["z"]) < Z_LIMIT
 
 
 def test_a_fault_that_stays_without_speculation_stops_the_run(tmp_path):
@@ -319,7 +338,7 @@ def test_the_control_is_sampled_without_drafts_and_covers_what_the_certificate_d
 
 def test_what_the_engine_does_without_drafts_too_is_no_fault_of_speculation(tmp_path):
     lines = to_the_end(training(tmp_path / "both", AlwaysCold, on_alarm="stop", control_share=0.5))
-    assert lines[-1]["certificate"]["control"]["z"] < -certify.Z_LIMIT
+    assert lines[-1]["certificate"]["control"]["z"] < -Z_LIMIT
     assert not any(line["alarms"] for line in lines)
     with pytest.raises(LosslessError):
         to_the_end(training(tmp_path / "drafts", ColdWithDrafts, on_alarm="stop", control_share=0.5))

@@ -35,13 +35,23 @@ KEYS = {
     "engine_steps": None,
     "acceptance": {"alpha", "marginal", "conditional"},
     "k_histogram": None,
+    "choice_of_k": None,
     "live_batch": None,
     "lengths": None,
     "reward": {"mean", "std", "n", "failed"},
     "certificate": {"z", "excess_nats", "ks_p", "log_m", "tokens", "by_slot"},
     "policy": {"loss", "grad_norm", "clipped_fraction", "skipped_tokens"},
     "engine_logprobs": {"tokens", "mean_abs", "max_abs", "k3_kl"},
-    "draft": {"loss", "predicted_alpha"},
+    "draft": {
+        "loss",
+        "grad_norm",
+        "updates",
+        "skipped_updates",
+        "predicted_alpha",
+        "param_delta_norm",
+        "lag",
+        "check",
+    },
     "alarms": None,
 }
 
@@ -72,7 +82,7 @@ def lines(run):
     return [json.loads(line) for line in (run.recipe.run.folder / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("draft", ["none", "ngram"])
+@pytest.mark.parametrize("draft", ["none", "ngram", "eagle3"])
 def test_every_step_writes_one_complete_line_that_fits_what_was_sampled(tmp_path, draft):
     with start(tmp_path, draft) as run:
         returned = []
@@ -86,7 +96,8 @@ def test_every_step_writes_one_complete_line_that_fits_what_was_sampled(tmp_path
         for key, inner in KEYS.items():
             assert inner is None or inner <= line[key].keys()
         assert is_finite(line)
-        assert line["versions"] == {"policy": line["step"] - 1, "draft": -1}
+        draft_version = line["step"] - 1 if draft == "eagle3" else -1
+        assert line["versions"] == {"policy": line["step"] - 1, "draft": draft_version}
         assert len(line["lengths"]) == line["reward"]["n"] == 12
         assert line["tokens"]["response"] == sum(line["lengths"])
         # The engine samples from the distribution that the trainer means: the same log-probs up to rounding.

@@ -20,10 +20,19 @@ from paceline.observe.progress import Silent
 from paceline.testing.runs import tiny_parts as parts
 from paceline.testing.runs import tiny_recipe as recipe
 from paceline.testing.runs import without_seconds
+from paceline.train.checkpoint import read_checkpoint
 
 torch.set_num_threads(1)
 
-DRAFTS = ["none", "ngram"]
+DRAFTS = ["none", "ngram", "history", "eagle3"]
+
+
+def made_for(root, draft):
+    """A run with evaluations after every step; a short one with a draft that learns, which the reference engine drafts
+    slowly with."""
+    if draft == "eagle3":
+        return recipe(root, draft, run={"num_steps": 4}, sampling={"max_tokens": 8}, algorithm={"prompts_per_step": 2})
+    return recipe(root, draft, run={"eval_every": 1})
 
 
 def run_all(made, resume=False):
@@ -48,10 +57,7 @@ def outcome(folder):
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory):
     """draft -> the outcome of an uninterrupted run."""
-    return {
-        draft: outcome(run_all(recipe(tmp_path_factory.mktemp(draft), draft, run={"eval_every": 1})))
-        for draft in DRAFTS
-    }
+    return {draft: outcome(run_all(made_for(tmp_path_factory.mktemp(draft), draft))) for draft in DRAFTS}
 
 
 def in_child(action):
@@ -75,10 +81,16 @@ def wait(child):
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-@pytest.mark.parametrize("draft", DRAFTS)
-@pytest.mark.parametrize("steps", [1, 2, 3, 5])
+@pytest.mark.parametrize(
+    ("draft", "steps"),
+    [
+        *((draft, steps) for draft in ("none", "ngram") for steps in (1, 2, 3, 5)),
+        *(("history", steps) for steps in (3, 5)),
+        ("eagle3", 3),
+    ],
+)
 def test_stopped_between_steps_and_resumed_equals_uninterrupted(tmp_path, straight, draft, steps):
-    made = recipe(tmp_path, draft, run={"eval_every": 1})
+    made = made_for(tmp_path, draft)
     with TrainingRun(made, parts=parts(made)) as run:
         for _ in range(steps):
             if run.evaluation_due:
@@ -88,10 +100,17 @@ def test_stopped_between_steps_and_resumed_equals_uninterrupted(tmp_path, straig
     assert outcome(run_all(made, resume=True)) == straight[draft]
 
 
-@pytest.mark.parametrize("nth", [1, 3, 6, 7, 9, 11, 12, 14, 15, 16, 17, 18, 23, 29, 33])
-def test_killed_at_any_write_and_resumed_equals_uninterrupted(tmp_path, straight, nth):
+@pytest.mark.parametrize(
+    ("draft", "nth"),
+    [
+        *(("ngram", nth) for nth in (1, 3, 6, 7, 9, 11, 12, 14, 15, 16, 17, 18, 23, 29, 33)),
+        ("history", 12),  # a part of the first checkpoint
+        ("eagle3", 11),  # draft.pt of the first checkpoint
+    ],
+)
+def test_killed_at_any_write_and_resumed_equals_uninterrupted(tmp_path, straight, draft, nth):
     """Every fsync of a run is a kill point: recipe, metrics, evaluations, and each part of a checkpoint."""
-    made = recipe(tmp_path, "ngram", run={"eval_every": 1})
+    made = made_for(tmp_path, draft)
 
     def killed():
         calls = 0
@@ -108,7 +127,7 @@ def test_killed_at_any_write_and_resumed_equals_uninterrupted(tmp_path, straight
             run_all(made)
 
     assert wait(in_child(killed)) == -signal.SIGKILL
-    assert outcome(run_all(made, resume=True)) == straight["ngram"]
+    assert outcome(run_all(made, resume=True)) == straight[draft]
 
 
 def test_killed_at_random_times_again_and_again_equals_uninterrupted(tmp_path, straight):
@@ -194,9 +213,17 @@ def test_resume_without_anything_to_resume_starts_from_the_beginning(tmp_path, s
     assert outcome(run_all(made, resume=True)) == straight["ngram"]
 
 
-@pytest.mark.parametrize("name", ["policy.safetensors", "trainer.pt", "state.json", "manifest.json"])
-def test_a_checkpoint_with_a_part_missing_is_not_resumed_from(tmp_path, name):
-    made = recipe(tmp_path, run={"num_steps": 2})
+@pytest.mark.parametrize(
+    ("draft", "name"),
+    [
+        *(("ngram", name) for name in ("policy.safetensors", "trainer.pt", "state.json", "manifest.json")),
+        ("history", "history.json"),
+        ("eagle3", "draft.safetensors"),
+        ("eagle3", "draft.pt"),
+    ],
+)
+def test_a_checkpoint_with_a_part_missing_is_not_resumed_from(tmp_path, draft, name):
+    made = recipe(tmp_path, draft, run={"num_steps": 2}, sampling={"max_tokens": 6})
     folder = run_all(made)
     (folder / "checkpoints" / "step-00000002" / name).unlink()
     with pytest.raises(CheckpointError, match=name):
@@ -209,3 +236,14 @@ def test_a_checkpoint_with_a_part_missing_is_not_resumed_from(tmp_path, name):
 def test_old_checkpoints_are_removed_and_the_last_step_always_has_one(tmp_path):
     folder = run_all(recipe(tmp_path, run={"num_steps": 5, "checkpoint_every": 2, "keep_checkpoints": 2}))
     assert [p.name for p in sorted((folder / "checkpoints").iterdir())] == ["step-00000004", "step-00000005"]
+
+
+def test_a_checkpoint_with_a_draft_and_a_recipe_without_one_do_not_mix(tmp_path):
+    made = made_for(tmp_path, "eagle3")
+    run_all(made)
+    for draft in ("ngram", "eagle3"):
+        other = parts(recipe(tmp_path, draft))
+        stored = read_checkpoint(made.run.folder / "checkpoints" / "step-00000004")
+        weights, state = (stored.draft, stored.draft_state) if draft == "ngram" else (None, None)
+        with pytest.raises(CheckpointError, match=r"draft\.method"):
+            other.restore_draft(weights, state, stored.versions)

@@ -1,5 +1,7 @@
 """The head in the trainer against the head in the real vLLM, depth by depth, at T = 0 in fp32.
 
+One of the heads is given to the engine in the layout of another trainer, as it is, and read by the trainer from there.
+
 The engine runs in a process of its own: its OpenMP library must be loaded before Python starts. That process is this
 file run as a script; it writes what the drafter was given and what it proposed, and the test compares.
 """
@@ -9,6 +11,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Co
 
 from paceline.config.run import Eagle3Draft
 from paceline.models.eagle3 import Eagle3Head
+from paceline.testing.heads import write_speculators
 from paceline.train.draft import Answer, policy_features, predicted_acceptance, train_eagle3
 from paceline.types import Sampling
 
@@ -38,9 +42,14 @@ class Case:
     kind: str
     num_kv_heads: int
     draft_size: int | None
+    write: Callable[[Eagle3Head, PreTrainedModel, Path], None]
 
 
-CASES = {"qwen3": Case("qwen3", 2, 40), "llama": Case("llama", 4, None)}
+def write_ours(head: Eagle3Head, policy: PreTrainedModel, folder: Path) -> None:
+    head.export(folder)
+
+
+CASES = {"qwen3": Case("qwen3", 2, 40, write_ours), "llama": Case("llama", 4, None, write_speculators)}
 
 
 def make_policy(case: Case) -> PreTrainedModel:
@@ -149,7 +158,7 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     policy.save_pretrained(folder / "policy")
     config = Eagle3Draft(vocab_size=case.draft_size, epochs=60, depth=4, lr=5e-3)
     head, _ = train_eagle3(policy, greedy_answers(policy) * 4, config, Sampling(temperature=0.5))
-    head.export(folder / "head")
+    case.write(head, policy, folder / "head")
     environment = {
         **os.environ,
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -163,7 +172,7 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
         [sys.executable, __file__, str(folder), str(out)], env=environment, capture_output=True, text=True, timeout=240
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    loaded = Eagle3Head.load(folder / "head", policy.config, 128)
+    loaded = Eagle3Head.load(folder / "head", policy.config, 128, embedding=policy.get_input_embeddings().weight)
     return policy, loaded, torch.load(out)
 
 

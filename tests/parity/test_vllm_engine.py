@@ -14,7 +14,7 @@ from paceline.config.run import VllmEngine as VllmConfig
 from paceline.engine.reference import ReferenceEngine
 from paceline.engine.vllm import compat
 from paceline.engine.vllm.engine import VllmEngine, checkpoint_tensors
-from paceline.errors import ConfigError, PublishError
+from paceline.errors import ConfigError, EngineError, PublishError
 from paceline.models.weights import policy_tensors
 from paceline.spec.certificate import Certificate, CertificateReport, alarm, score_tokens
 from paceline.spec.sampling import policy_log_probs
@@ -238,8 +238,9 @@ def test_a_publish_is_what_the_engine_then_uses_and_restoring_gives_the_first_lo
         assert all(c.versions.policy == 1 for c in got.completions)
         assert [c.token_ids for c in got.completions] != [c.token_ids for c in before.completions]
     finally:
-        trained.publish(kept, Versions(policy=0))
-        engine.publish(kept, Versions(policy=0))
+        for changed in (trained, engine):
+            changed.forget_versions()
+            changed.publish(kept, Versions(policy=0))
     after = engine.generate(asked, GREEDY)
     assert [c.logprobs for c in after.completions] == [c.logprobs for c in before.completions]
 
@@ -295,6 +296,11 @@ def test_a_tensor_that_did_not_arrive_is_named(folders, engines, monkeypatch, mo
     with pytest.raises(PublishError, match=published):
         engine.publish(moved, Versions(policy=1))
     monkeypatch.undo()
+    with pytest.raises(EngineError, match="publish of policy version 1 failed"):
+        engine.generate(requests(1), GREEDY)
+    engine.publish(state, Versions(policy=2))
+    engine.generate(requests(1), GREEDY)
+    engine.forget_versions()
     engine.publish(state, Versions(policy=0))
 
 
@@ -305,6 +311,7 @@ def test_a_dead_draft_changes_no_token_of_the_rollouts_and_a_publish_revives_it(
     state = checkpoint_tensors(root / "head")
     engine.publish_draft({name: torch.zeros_like(tensor) for name, tensor in state.items()}, Versions(0, draft=1))
     dead = engine.generate(asked, GREEDY)
+    engine.forget_versions()  # The first draft again is not a continuation of the dead one.
     engine.publish_draft(state, Versions(0, draft=2))
     restored = engine.generate(asked, GREEDY)
     assert [c.token_ids for c in dead.completions] == [c.token_ids for c in alive.completions]
@@ -318,7 +325,7 @@ def test_a_draft_publish_with_a_wrong_tensor_is_refused(folders, engines):
     root, _, _ = folders
     state = checkpoint_tensors(root / "head")
     with pytest.raises(PublishError, match=r"missing tensors \['fc.weight'\]"):
-        engines["eagle3"].publish_draft({k: v for k, v in state.items() if k != "fc.weight"}, Versions(0, 1))
+        engines["eagle3"].publish_draft({k: v for k, v in state.items() if k != "fc.weight"}, Versions(0, 3))
     with pytest.raises(PublishError, match="no draft with weights"):
         engines["ngram"].publish_draft(state, Versions(0, 1))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 from dataclasses import replace
@@ -30,11 +31,14 @@ def make(step=3, draft=True):
         versions=Versions(step, 0 if draft else -1),
         policy=policy,
         draft={"d2t": torch.arange(4), "fc.weight": torch.randn(2, 2, generator=generator)} if draft else None,
+        draft_state={"version": 2, "peak": 1.5, "generator": generator.get_state()} if draft else None,
         optimizer=optimizer.state_dict(),
         rng=generator.get_state(),
         data=SourceState(seed=0, num_prompts=9, epoch=1, position=7),
         certificate={"sums": [0.1 + 0.2, 1e-300]},
+        draft_evidence={"log_means": [0.1 + 0.2]} if draft else None,
         drafted_since_accepted=4,
+        choice_of_k={"k": [3, 0], "reached": [[16.0, 0.1 + 0.2]]},
         metrics_bytes=1234,
     )
 
@@ -57,7 +61,7 @@ def test_what_is_read_is_bit_for_bit_what_was_written(tmp_path, draft):
 
 
 @pytest.mark.parametrize(
-    "name", ["policy.safetensors", "draft.safetensors", "trainer.pt", "state.json", "manifest.json"]
+    "name", ["policy.safetensors", "draft.safetensors", "draft.pt", "trainer.pt", "state.json", "manifest.json"]
 )
 @pytest.mark.parametrize("damage", ["removed", "shortened", "one bit"])
 def test_a_missing_or_damaged_part_is_named(tmp_path, name, damage):
@@ -75,13 +79,40 @@ def test_a_missing_or_damaged_part_is_named(tmp_path, name, damage):
         read_checkpoint(path)
 
 
-def test_a_draft_that_was_taken_out_of_the_manifest_too_is_missed(tmp_path):
+@pytest.mark.parametrize("name", ["draft.safetensors", "draft.pt", "trainer.pt", "policy.safetensors"])
+def test_a_part_that_was_taken_out_of_the_manifest_too_is_missed(tmp_path, name):
     path = write_checkpoint(tmp_path, make(), keep=1)
     manifest = json.loads((path / "manifest.json").read_text())
-    del manifest["draft.safetensors"]
+    del manifest[name]
     (path / "manifest.json").write_text(json.dumps(manifest))
-    (path / "draft.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=r"draft\.safetensors"):
+    (path / name).unlink()
+    with pytest.raises(CheckpointError, match=name.replace(".", r"\.")):
+        read_checkpoint(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("trainer.pt", "optimizer"),
+        ("trainer.pt", "rng"),
+        *(("state.json", key) for key in ("step", "versions", "parts", "data", "certificate", "draft_evidence")),
+    ],
+)
+def test_an_entry_that_a_part_lacks_is_named(tmp_path, name, key):
+    path = write_checkpoint(tmp_path, make(), keep=1)
+    if name == "trainer.pt":
+        entries = torch.load(path / name, weights_only=True)
+        del entries[key]
+        torch.save(entries, path / name)
+    else:
+        entries = json.loads((path / name).read_text())
+        del entries[key]
+        (path / name).write_text(json.dumps(entries))
+    content = (path / name).read_bytes()
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest[name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError, match=f"{name}.* lacks {key}"):
         read_checkpoint(path)
 
 
@@ -98,7 +129,7 @@ def test_a_checkpoint_that_is_there_is_not_touched(tmp_path):
     assert {part.name: (part.stat().st_mtime_ns, part.stat().st_ino) for part in path.iterdir()} == before
 
 
-@pytest.mark.parametrize("nth", range(1, 7))
+@pytest.mark.parametrize("nth", range(1, 8))
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
 def test_a_disk_that_fails_at_any_write_leaves_the_old_checkpoint_and_nothing_else(tmp_path, monkeypatch, nth, number):
     write_checkpoint(tmp_path, make(1), keep=1)

@@ -56,6 +56,8 @@ class ClockedEngine:
     def publish_draft(self, draft: Mapping[str, torch.Tensor], versions: Versions) -> None:
         raise AssertionError("a comparison publishes no draft of its own")
 
+    def forget_versions(self) -> None: ...
+
     def close(self) -> None: ...
 
 
@@ -82,6 +84,9 @@ class CountingRun:
 
     def policy_state(self) -> dict:
         return {"weights of": f"{self.name} after {self.step}"}
+
+    def publish(self) -> None:
+        self.engine.publish(self.policy_state(), Versions(self.step))
 
 
 @pytest.fixture

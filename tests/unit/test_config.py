@@ -169,3 +169,25 @@ def test_every_key_has_a_help_text_or_speaks_for_itself():
         if not any(field.description for _, field in fields) and not key.endswith(("kind", "method", "seed", "dtype"))
     ]
     assert set(silent) <= {"draft.min_ngram", "draft.max_ngram", "train.weight_decay", "rewards.num_workers"}
+
+
+@pytest.mark.parametrize(
+    "draft",
+    [
+        'path = "a"\nstart = "b"',
+        'path = "a"\ndata = "generic"',
+        'generic_path = "a.jsonl"',
+        'online = "off"\nonline_every = 2',
+        "online_every = 5\nonline_max_lag = 3",
+        'choose_k = "fixed"\nprofile = "p.json"',
+        'choose_k = "adaptive"',
+    ],
+)
+def test_a_draft_setting_that_cannot_take_effect_is_refused(draft, recipe_file):
+    with pytest.raises(ConfigError, match=r"draft -> .*(no effect|without effect|give one of|needs|Raise)"):
+        load_recipe(recipe_file(f"[draft]\n{draft}\n"))
+
+
+def test_a_control_without_a_group_to_spare_is_refused(recipe_file):
+    with pytest.raises(ConfigError, match=r"certificate\.control_share is 0\.1 and algorithm\.prompts_per_step is 1"):
+        load_recipe(recipe_file("[certificate]\ncontrol_share = 0.1\n[algorithm]\nprompts_per_step = 1\n"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Co
 from paceline.config.run import Eagle3Draft
 from paceline.errors import ConfigError, DataError, ModelError
 from paceline.models.eagle3 import Eagle3Config, Eagle3Head, KeyValueCache, embed, policy_parts
+from paceline.testing.runs import tiny_policy
 from paceline.train import draft as training
 from paceline.train.draft import (
     Answer,
@@ -18,6 +20,9 @@ from paceline.train.draft import (
     choose_draft_vocab,
     collate,
     content_key,
+    count_pairs,
+    fill_rows,
+    pair_weight,
     policy_features,
     predicted_acceptance,
     summed_loss,
@@ -172,6 +177,84 @@ def test_the_gradient_does_not_depend_on_the_split_into_micro_batches(num_parts:
     assert split.num_pairs == whole.num_pairs
     for name in whole_state:
         torch.testing.assert_close(split_state[name], whole_state[name], rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("row_tokens", [1, 16, 23, 1000])
+@pytest.mark.parametrize("draft_size", [VOCAB_SIZE, 10])
+@pytest.mark.parametrize("tied", [True, False])
+def test_packed_answers_give_the_loss_and_the_gradients_of_rows_of_their_own(
+    tied: bool, draft_size: int, row_tokens: int
+) -> None:
+    policy = make_policy(tied)
+    # Short prompts behind long chains: a label, a key or a position of a neighbour would be in reach.
+    answers = random_answers([(3, 5), (1, 2), (4, 2), (1, 6), (2, 7), (1, 2)])
+    features, depth = policy_features(policy, answers, AUX_LAYERS), 4
+    results = []
+    for batch in (collate(features, depth), collate(features, depth, row_tokens)):
+        head = make_head(policy, draft_size)
+        loss = summed_loss(head, policy, batch, depth, 0.7)
+        loss.backward()
+        results.append((loss.item(), count_pairs([batch], depth), gradients(head)))
+    (loss, counts, grads), (packed_loss, packed_counts, packed_grads) = results
+    assert packed_counts == counts
+    assert packed_loss == pytest.approx(loss, rel=1e-5)
+    for name, grad in grads.items():
+        torch.testing.assert_close(packed_grads[name], grad, rtol=1e-4, atol=1e-4)
+
+
+def test_rows_are_filled_in_order_and_positions_begin_anew_with_each_answer() -> None:
+    assert fill_rows([5, 3, 9, 30, 1, 1, 8], 10) == [[0, 1], [2], [3], [4, 5, 6]]
+    features = policy_features(make_policy(), random_answers([(2, 3), (2, 1), (3, 3)]), AUX_LAYERS)
+    batch = collate(features, 1, row_tokens=8)
+    # RoPE alone would not show it: it sees distances. A head that treats position 0 apart does.
+    assert batch.positions.tolist() == [[0, 1, 2, 3, 4, 0, 1, 2], [0, 1, 2, 3, 4, 5, 0, 0]]
+    assert batch.documents is not None
+    assert batch.documents.tolist() == [[1, 1, 1, 1, 1, 2, 2, 2, 0], [1, 1, 1, 1, 1, 1, 0, 0, 0]]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_ranks_that_add_up_their_counts_have_the_gradient_of_one_rank(num_ranks: int) -> None:
+    policy = make_policy()
+    answers = random_answers([(3, 9), (4, 1), (2, 2), (6, 4), (3, 3), (5, 5), (2, 1), (4, 8)])
+    features, depth = policy_features(policy, answers, AUX_LAYERS), 3
+    whole = collate(features, depth)
+    head = make_head(policy)
+    (summed_loss(head, policy, whole, depth, 1.0) / pair_weight(count_pairs([whole], depth))).backward()
+    shares = [collate(features[rank::num_ranks], depth) for rank in range(num_ranks)]
+    # The all-reduce: [depth] numbers per rank, and then the gradients.
+    counts = torch.tensor([count_pairs([share], depth) for share in shares]).sum(0).tolist()
+    total = {name: torch.zeros_like(parameter) for name, parameter in head.named_parameters()}
+    for share in shares:
+        rank_head = make_head(policy)
+        (summed_loss(rank_head, policy, share, depth, 1.0) / pair_weight(counts)).backward()
+        for name, grad in gradients(rank_head).items():
+            total[name] += grad
+    for name, grad in gradients(head).items():
+        torch.testing.assert_close(total[name], grad, rtol=1e-4, atol=1e-6)
+
+
+def test_what_backward_keeps_does_not_grow_with_tokens_times_vocabulary() -> None:
+    def kept_bytes(vocab_size: int, num_tokens: int) -> int:
+        """Bytes of all tensors that the graph of one loss holds on to, each storage once."""
+        policy = tiny_policy(vocab_size=vocab_size, dtype=torch.float32)
+        config = Eagle3Config.for_policy(policy.config, (0, 1, 2))
+        head = Eagle3Head.initialize(config, policy, None, torch.Generator().manual_seed(0))
+        answer = Answer(tuple(i % 20 for i in range(num_tokens)), 2)
+        batch = collate(policy_features(policy, [answer], (0, 1, 2)), 2)
+        storages: dict[int, int] = {}
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            loss = summed_loss(head, policy, batch, 2, 1.0)
+        assert loss.requires_grad
+        return sum(storages.values())
+
+    growth = {size: kept_bytes(size, 100) - kept_bytes(size, 50) for size in (20, 2000)}
+    # 50 rows of 2,000 float32 numbers at each of two depths would be 800 kB.
+    assert abs(growth[2000] - growth[20]) < 50_000
 
 
 def test_the_loss_in_pieces_is_the_loss_in_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -415,15 +498,32 @@ def test_draft_vocabulary_is_the_most_frequent_response_tokens_and_says_what_it_
 
 def test_the_cache_key_changes_with_everything_that_changes_the_head_and_with_nothing_else() -> None:
     config, sampling = Eagle3Draft(), Sampling()
-    key = content_key(config, "policy", "data", sampling)
+
+    def key(start_key: str | None = None, **changes: object) -> str:
+        return content_key(config.model_copy(update=changes), "policy", "data", sampling, start_key)
+
     changed = {
-        content_key(config.model_copy(update={"epochs": 3}), "policy", "data", sampling),
-        content_key(config.model_copy(update={"aux_layers": (0, 1, 2)}), "policy", "data", sampling),
-        content_key(config.model_copy(update={"seed": 3}), "policy", "data", sampling),
+        key(epochs=3),
+        key(aux_layers=(0, 1, 2)),
+        key(seed=3),
+        key(data="generic"),
+        key("weights of the start"),
+        key("other weights of the start"),
         content_key(config, "policy2", "data", sampling),
         content_key(config, "policy", "data2", sampling),
         content_key(config, "policy", "data", Sampling(temperature=0.5)),
         content_key(config, "policy", "data", Sampling(stop_token_ids=(3,))),
     }
-    assert len(changed | {key}) == 8
-    assert content_key(config.model_copy(update={"num_draft_tokens": 7}), "policy", "data", sampling) == key
+    assert len(changed | {key()}) == 11
+    # k, and all that acts during RL, and names of files whose content counts apart.
+    unchanged = {
+        key(num_draft_tokens=7),
+        key(online="below_peak"),
+        key(online_every=3),
+        key(online_lr=1.0),
+        key(online_tokens=9),
+        key(online_max_lag=99),
+        key(start=Path("a")),
+        key(generic_path=Path("b")),
+    }
+    assert unchanged == {key()}

@@ -242,22 +242,6 @@ def test_a_full_vocabulary_is_exported_without_a_table(tmp_path: Path) -> None:
     assert torch.equal(Eagle3Head.load(tmp_path, policy.config, 64).draft_ids, torch.arange(VOCAB_SIZE))
 
 
-def test_the_layouts_of_other_trainers_load(tmp_path: Path) -> None:
-    policy = make_policy()
-    head = make_head(policy)
-    head.export(tmp_path)
-    tensors = load_file(tmp_path / "model.safetensors")
-    renamed = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items() if name != "t2d"}
-    save_file(renamed, tmp_path / "model.safetensors")
-    config = json.loads((tmp_path / "config.json").read_text())
-    layers = config.pop("eagle_config")["eagle_aux_hidden_state_layer_ids"]
-    config |= {"eagle_aux_hidden_state_layer_ids": layers, "rope_theta": config.pop("rope_parameters")["rope_theta"]}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    loaded = Eagle3Head.load(tmp_path, policy.config, 64)
-    assert loaded.config == head.config
-    assert all(torch.equal(tensor, loaded.export_state()[name]) for name, tensor in head.export_state().items())
-
-
 def edit_tensors(folder: Path, **changes: torch.Tensor | None) -> None:
     tensors = load_file(folder / "model.safetensors") | changes
     save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, folder / "model.safetensors")
@@ -270,13 +254,14 @@ def edit_config(folder: Path, **changes: object) -> None:
 
 BROKEN = {
     "missing tensor": (lambda f: edit_tensors(f, **{"fc.weight": None}), r"lacks the tensor fc\.weight"),
-    "extra tensor": (lambda f: edit_tensors(f, **{"embed_tokens.weight": torch.zeros(2)}), r"extra .*embed_tokens"),
+    "extra tensor": (lambda f: edit_tensors(f, **{"midlayer.bias": torch.zeros(2)}), r"extra .*midlayer\.bias"),
+    "embedding": (lambda f: edit_tensors(f, **{"embed_tokens.weight": torch.zeros(2)}), r"embed_tokens\.weight"),
     "shape": (lambda f: edit_tensors(f, **{"norm.weight": torch.ones(47)}), r"norm\.weight .*\[47\].*\[48\]"),
     "not finite": (lambda f: edit_tensors(f, **{"norm.weight": torch.full((48,), torch.nan)}), r"norm\.weight.*finite"),
     "no table": (lambda f: edit_tensors(f, d2t=None, t2d=None), "no table d2t"),
     "zero table": (lambda f: edit_tensors(f, d2t=torch.zeros(DRAFT_SIZE).long()), "t2d and d2t"),
-    "table that repeats": (lambda f: edit_tensors(f, d2t=-torch.arange(DRAFT_SIZE)), "distinct"),
-    "table out of range": (lambda f: edit_tensors(f, d2t=torch.full((DRAFT_SIZE,), 60)), "outside"),
+    "table that repeats": (lambda f: edit_tensors(f, d2t=-torch.arange(DRAFT_SIZE), t2d=None), "repeating"),
+    "table out of range": (lambda f: edit_tensors(f, d2t=torch.full((DRAFT_SIZE,), 60), t2d=None), "outside"),
     "table of floats": (lambda f: edit_tensors(f, d2t=torch.zeros(DRAFT_SIZE)), "whole numbers"),
     "hidden size": (lambda f: edit_config(f, hidden_size=96), "hidden_size 96, the policy has 48"),
     "vocabulary": (lambda f: edit_config(f, vocab_size=65), "vocab_size 65, the policy has 64"),
@@ -285,7 +270,9 @@ BROKEN = {
     "norm_output": (lambda f: edit_config(f, norm_output=True), "norm_output"),
     "heads": (lambda f: edit_config(f, num_key_value_heads=3), "multiple of 3"),
     "aux layers": (
-        lambda f: edit_config(f, eagle_config={"eagle_aux_hidden_state_layer_ids": [2, 4, 12]}),
+        lambda f: edit_config(
+            f, eagle_config={"eagle_aux_hidden_state_layer_ids": [2, 4, 12], "aux_layer_convention": "input"}
+        ),
         r"aux layers.*0\.\.8",
     ),
     "not json": (lambda f: (f / "config.json").write_text("{"), "not JSON"),

@@ -145,7 +145,14 @@ def test_the_written_config_is_the_recipe(tmp_path):
     write_config(tmp_path, recipe)
     tables = tomllib.loads((tmp_path / "config.toml").read_text())
     assert Recipe.model_validate(tables) == recipe
-    assert tables["draft"] == {"method": "ngram", "num_draft_tokens": 3, "min_ngram": 2, "max_ngram": 4}
+    assert tables["draft"] == {
+        "method": "ngram",
+        "num_draft_tokens": 3,
+        "min_ngram": 2,
+        "max_ngram": 4,
+        "choose_k": "fixed",
+        "probe_share": 0.02,
+    }
 
 
 def test_versions_say_what_ran_where(tmp_path):

@@ -10,6 +10,7 @@ import torch
 from scipy.stats import chi2
 
 from paceline.drafts.base import Proposal
+from paceline.drafts.history import HistoryDrafter, HistoryIndex
 from paceline.drafts.ngram import NgramDrafter, lookup
 from paceline.engine.reference import ReferenceEngine
 from paceline.errors import EngineError, PublishError
@@ -144,7 +145,7 @@ def chi_square_p(counts, law):
 
 
 @pytest.mark.parametrize(
-    "name", ["none", "ngram", "oracle", "oracle, sampled", "another policy", "another policy, sampled"]
+    "name", ["none", "ngram", "history", "oracle", "oracle, sampled", "another policy", "another policy, sampled"]
 )
 @pytest.mark.parametrize(
     "sampling",
@@ -161,6 +162,7 @@ def test_sampled_responses_follow_the_exact_law_of_the_policy(name, sampling):
     drafter = {
         "none": None,
         "ngram": NgramDrafter(1, 2),
+        "history": HistoryDrafter(HistoryIndex(window_steps=1, min_match=1, max_match=4, max_tokens_kept=1000)),
         "oracle": PolicyDrafter(policy),
         "oracle, sampled": PolicyDrafter(policy, sampling),
         "another policy": PolicyDrafter(other),
@@ -333,8 +335,9 @@ def test_a_publish_that_does_not_fit_names_the_tensor_and_changes_nothing():
             engine.publish(published, Versions(policy=1))
         assert all(torch.equal(t, before[n]) for n, t in policy_tensors(engine.model).items())
         assert engine.versions == Versions(policy=0)
-    with pytest.raises(PublishError, match=name + " in the engine differs"):
+    with pytest.raises(PublishError, match=name + " holds NaN"):
         engine.publish({**good, name: torch.full_like(good[name], torch.nan)}, Versions(policy=1))
+    assert all(torch.equal(t, before[n]) for n, t in policy_tensors(engine.model).items())
 
 
 def test_weights_published_from_a_float32_master_are_rounded_to_the_engine_dtype():

@@ -13,6 +13,7 @@ from paceline.spec.certificate import (
     ALARM_LOG_M,
     LAMBDAS,
     MIN_VARIANCE,
+    SLOT_STAKES,
     AcceptanceScores,
     Certificate,
     CertificateReport,
@@ -40,6 +41,8 @@ def assert_reports_agree(left: CertificateReport, right: CertificateReport) -> N
             assert a.keys() == b.keys()
             for key in a:
                 assert dataclasses.astuple(a[key]) == pytest.approx(dataclasses.astuple(b[key]), rel=1e-9)
+        elif a is None or b is None:
+            assert a is b, field.name
         else:
             assert a == pytest.approx(b, rel=1e-9, abs=1e-12), field.name
 
@@ -62,6 +65,13 @@ def test_scores_are_their_definitions(sampling):
         above = probs[row][probs[row] > probs[row, token]].sum()
         tied = probs[row][probs[row] == probs[row, token]].sum()
         assert math.isclose(scores.rank_N[row], above + uniforms[row] * tied, abs_tol=1e-12)
+        earlier = probs[row, :token].sum()
+        assert math.isclose(scores.id_rank_N[row], earlier + uniforms[row] * probs[row, token], abs_tol=1e-12)
+    assert scores.alternative_N.count_nonzero() == 0
+    in_order = score_tokens(logits, token_ids, sampling, uniforms, in_order=True)
+    rows = torch.arange(1, 50)
+    ratio = (probs[rows - 1, token_ids[1:]] / probs[rows, token_ids[1:]]).log()
+    torch.testing.assert_close(in_order.alternative_N, torch.nn.functional.pad(ratio, (1, 0)), rtol=1e-9, atol=1e-12)
 
 
 def test_float32_bets_have_no_bias_that_a_long_run_could_add_up():
@@ -76,11 +86,12 @@ def test_float32_bets_have_no_bias_that_a_long_run_could_add_up():
     assert float(drift.mean().abs()) < 1e-6
 
 
+@pytest.mark.parametrize("in_order", [False, True])
 @pytest.mark.parametrize("chunk_elements", [1, 20, 70, 10_000])
-def test_chunks_do_not_change_the_scores(chunk_elements):
+def test_chunks_do_not_change_the_scores(chunk_elements, in_order):
     logits, token_ids, uniforms = make(50)
-    whole = score_tokens(logits, token_ids, FILTERED, uniforms)
-    parts = score_tokens(logits, token_ids, FILTERED, uniforms, chunk_elements=chunk_elements)
+    whole = score_tokens(logits, token_ids, FILTERED, uniforms, in_order=in_order)
+    parts = score_tokens(logits, token_ids, FILTERED, uniforms, in_order=in_order, chunk_elements=chunk_elements)
     for field in dataclasses.fields(whole):
         torch.testing.assert_close(getattr(parts, field.name), getattr(whole, field.name), rtol=1e-6, atol=1e-6)
 
@@ -136,11 +147,13 @@ def test_state_survives_a_checkpoint_bit_for_bit():
     assert restored.state_dict() == certificate.state_dict()
 
 
-def test_state_of_other_lambdas_is_refused():
+def test_state_of_other_bets_is_refused():
     state = Certificate().state_dict()
-    state["lambdas"] = [0.5]
-    with pytest.raises(ValueError, match="another version"):
-        Certificate().load_state_dict(state)
+    for name in ("lambdas", "alternative_shares", "rank_bins"):
+        with pytest.raises(ValueError, match="another version"):
+            Certificate().load_state_dict({**state, name: [0.5]})
+        with pytest.raises(ValueError, match="another version"):
+            Certificate().load_state_dict({key: value for key, value in state.items() if key != name})
 
 
 def test_report_is_json_ready_and_looking_changes_nothing():
@@ -148,7 +161,7 @@ def test_report_is_json_ready_and_looking_changes_nothing():
     before = certificate.state_dict()
     record = json.loads(json.dumps(certificate.report().to_dict(), allow_nan=False))
     assert record["by_slot"].keys() == {"-1", "0", "1", "2"}
-    assert record["by_slot"]["0"].keys() == {"z", "excess_nats", "tokens"}
+    assert {"z", "excess_nats", "tokens", "log_m", "ks_p"} <= record["by_slot"]["0"].keys()
     assert certificate.state_dict() == before
 
 
@@ -168,7 +181,9 @@ def test_a_token_outside_the_kept_set_is_counted_apart_and_poisons_nothing():
     )
     report = certificate.report()
     assert (report.outside_kept, report.tokens, report.outside_share) == (3, 297, 0.01)
-    assert dataclasses.replace(report, outside_kept=0, outside_share=0.0) == pytest.approx(clean.report())
+    assert report.by_slot[0].outside_kept == 3
+    slots = {0: dataclasses.replace(report.by_slot[0], outside_kept=0)}
+    assert_reports_agree(dataclasses.replace(report, outside_kept=0, outside_share=0.0, by_slot=slots), clean.report())
     assert not alarm(report, max_outside_share=0.01)
     assert alarm(report, max_outside_share=0.0)
 
@@ -242,6 +257,12 @@ def test_recovered_tokens_are_judged_without_the_rejected_id():
     assert scores.entropy_N[0] == pytest.approx(-float((left.exp() * left).sum()))
     # The excluded id itself cannot be recovered.
     assert scores.inside_N.tolist() == [True, False]
+    # Its rank by id is 0.5 * 0.73, below the draft's probability 0.67: not with the noise that rejected the draft.
+    assert scores.alternative_N[0] == -math.inf and scores.id_rank_N[0] < logits[0].softmax(0)[0]
+    high = score_tokens(
+        logits[:1], torch.tensor([2]), Sampling(), torch.full((1,), 0.5), excluded_ids_N=torch.tensor([0])
+    )
+    assert high.alternative_N[0] == pytest.approx(-math.log1p(-float(logits[0].softmax(0)[0])))
     certain = score_tokens(
         logits[:1], torch.tensor([1]), Sampling(top_k=1), torch.zeros(1), excluded_ids_N=torch.tensor([0])
     )
@@ -255,6 +276,54 @@ def test_acceptance_scores_are_a_coin_of_the_acceptance_probability():
     assert scores.variance_N.tolist() == pytest.approx([0.25, 0.0])
     deterministic = score_acceptance(torch.tensor([0.2]), torch.tensor([True]))
     assert deterministic.deviation_N.tolist() == pytest.approx([0.8])
+
+
+def test_bets_on_verdicts_never_gain_on_average():
+    """A coin of any probability, at any stake: the mean of M after one verdict is at most 1."""
+    for b in (0.0, 1e-3, 0.1, 0.5, 0.9, 1.0):
+        mean = 0.0
+        for accepted, p in ((True, b), (False, 1.0 - b)):
+            certificate = Certificate()
+            certificate.add_acceptance(score_acceptance(torch.tensor([b]), torch.tensor([accepted])), torch.zeros(1))
+            mean += p * math.exp(certificate.report().acceptance_by_slot[0].log_m)
+        assert 0.5 < mean <= 1.0 + 1e-9
+
+
+def test_verdicts_that_are_off_raise_the_bets_and_right_ones_do_not():
+    generator = torch.Generator().manual_seed(1)
+    probs = torch.rand(3000, generator=generator, dtype=torch.float64)
+    noise = torch.rand(3000, generator=generator, dtype=torch.float64)
+    certificate = Certificate()
+    certificate.add_acceptance(score_acceptance(probs, noise < probs), torch.zeros(3000))
+    certificate.add_acceptance(score_acceptance(probs, noise < probs.sqrt()), torch.ones(3000))
+    right, generous = certificate.report().acceptance_by_slot.values()
+    assert right.log_m < ALARM_LOG_M < generous.log_m and right.z < 4.9 < generous.z
+
+
+def test_m_stakes_half_on_all_tokens_and_half_on_the_slots():
+    def log_mean_exp(values):
+        return float(torch.tensor(values, dtype=torch.float64).logsumexp(0)) - math.log(len(values))
+
+    certificate, _ = filled(8)
+    report = certificate.report()
+    alone = Certificate()
+    alone.add(score_tokens(*make(300, seed=8)[:2], FILTERED, make(300, seed=8)[2]), torch.zeros(300))
+    everything = alone.report().by_slot[0].log_m
+    slots = log_mean_exp([*(slot.log_m for slot in report.by_slot.values()), *[0.0] * (SLOT_STAKES - 4)])
+    assert report.log_m == pytest.approx(log_mean_exp([everything, slots]))
+
+
+def test_a_fault_of_one_slot_raises_the_alarm_that_all_tokens_together_do_not():
+    """One token in forty stands in slot 2 and is drawn at three times the temperature; the others are right."""
+    logits, token_ids, uniforms = make(6000, sampling=Sampling(), scale=1.0)
+    slots = torch.arange(6000) % 40 // 39 * 2
+    wrong = sample(policy_probs(logits, Sampling(temperature=3.0)), torch.Generator().manual_seed(1))
+    scores = score_tokens(logits, torch.where(slots == 2, wrong, token_ids), Sampling(), uniforms)
+    split, pooled = Certificate(), Certificate()
+    split.add(scores, slots)
+    pooled.add(scores)
+    assert alarm(split.report(), delta=0.02) and not alarm(pooled.report(), delta=0.02)
+    assert split.report().by_slot[2].log_m > ALARM_LOG_M > split.report().by_slot[0].log_m
 
 
 def report_with(log_m, excess, half_width, **changes):

@@ -16,7 +16,17 @@ from rich.text import Text
 
 from paceline.cli.process import openmp_library
 from paceline.config.load import load_recipe
-from paceline.config.run import Eagle3Draft, NgramDraft, NoDraft, Policy, Recipe, TinyPolicy, VllmEngine
+from paceline.config.run import (
+    Eagle3Draft,
+    HistoryDraft,
+    MtpDraft,
+    NgramDraft,
+    NoDraft,
+    Policy,
+    Recipe,
+    TinyPolicy,
+    VllmEngine,
+)
 from paceline.errors import PacelineError
 from paceline.types import Sampling
 
@@ -76,7 +86,7 @@ def notes(recipe: Recipe) -> list[str]:
     match draft:
         case NoDraft():
             return []
-        case Eagle3Draft() | NgramDraft() if draft.num_draft_tokens == 0:
+        case Eagle3Draft() | NgramDraft() | HistoryDraft() | MtpDraft() if draft.num_draft_tokens == 0:
             return [f"draft.num_draft_tokens is 0: draft.method {draft.method!r} proposes nothing, speculation is off"]
         case Eagle3Draft() if draft.num_draft_tokens > draft.depth:
             return [
@@ -127,8 +137,7 @@ def _policy(policy: Policy) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, s
 
 def _check_prompts(recipe: Recipe, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int:
     """Length of the longest prompt, tokens. Raises `DataError` or `ConfigError` when the prompts cannot be used."""
-    from paceline.data.prompts import check_fit, load_prompts
-    from paceline.loop.parts import prompt_style
+    from paceline.data.prompts import check_fit, load_prompts, prompt_style
 
     prompts = load_prompts(recipe.data, tokenizer, prompt_style(recipe.policy, tokenizer))
     everything = [*prompts.train, *prompts.held_out]
@@ -139,7 +148,8 @@ def _check_prompts(recipe: Recipe, model: PreTrainedModel, tokenizer: PreTrained
 def _check_draft(recipe: Recipe, model: PreTrainedModel, num_positions: int) -> str:
     """What the draft is. Raises `ModelError` or `ConfigError` when it does not fit the policy or the engine."""
     from paceline.engine.vllm.engine import check_sampling
-    from paceline.models.eagle3 import Eagle3Head, check_aux_layers, default_aux_layers
+    from paceline.models.eagle3 import Eagle3Head, check_aux_layers, default_aux_layers, policy_parts
+    from paceline.models.mtp import MtpHead
 
     draft = recipe.draft
     if isinstance(draft, NoDraft):
@@ -149,9 +159,18 @@ def _check_draft(recipe: Recipe, model: PreTrainedModel, num_positions: int) -> 
     match draft:
         case NgramDraft():
             return f"ngram, up to {draft.num_draft_tokens} tokens per verify step"
-        case Eagle3Draft() if draft.path is not None:
-            Eagle3Head.load(draft.path, model.config, num_positions)
-            return f"eagle3, {draft.path} fits the policy"
+        case HistoryDraft():
+            return f"history of {draft.window_steps} steps, up to {draft.num_draft_tokens} tokens per verify step"
+        case MtpDraft():
+            MtpHead(model)
+            return f"mtp, the policy's own layer, up to {draft.num_draft_tokens} tokens per verify step"
+        case Eagle3Draft(path=Path() as folder):
+            Eagle3Head.load(folder, model.config, num_positions, embedding=policy_parts(model).embedding.weight)
+            return f"eagle3, {folder} fits the policy"
+        case Eagle3Draft(start=Path() as folder):
+            embedding = policy_parts(model).embedding.weight
+            Eagle3Head.load(folder, model.config, num_positions, key="draft.start", embedding=embedding)
+            return f"eagle3, trained on from {folder} on first use"
         case Eagle3Draft():
             num_layers = model.config.num_hidden_layers
             layers = check_aux_layers(draft.aux_layers or default_aux_layers(num_layers), num_layers)

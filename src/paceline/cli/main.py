@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 
 from paceline import __version__
+from paceline.cli.simulate import add_arguments, option_names
 from paceline.errors import ConfigError, PacelineError
 
 OVERRIDES = "Any key of the recipe can be set here: --section.key value (for example --run.num_steps 3)."
@@ -101,18 +102,37 @@ def build_parser() -> argparse.ArgumentParser:
     certify.add_argument("--arms", default=None, help="values of draft.method (default: that of the recipe)")
     certify.add_argument("--json", default=None, metavar="FILE", help="write all figures there as well")
 
-    draft = verbs.add_parser("draft", help="Train the draft of a recipe.", description="Train the draft of a recipe.")
+    calibrate = verb("calibrate", "Measure what an engine step of a recipe costs, for the choice of k.")
+    calibrate.add_argument("recipe", metavar="RECIPE.toml")
+    calibrate.add_argument("--out", default=None, metavar="FILE", help="the profile (default: beside the run folder)")
+    calibrate.add_argument(
+        "--seconds", type=float, default=90, help="time for measuring, once the engine is up (default: %(default)s)"
+    )
+    calibrate.add_argument("--clock", default="wall", help="wall or cpu, the time k is chosen by (default: wall)")
+    calibrate.add_argument("--json", action="store_true", help="print the profile on stdout instead of its tables")
+
+    about = "Train the draft of a recipe, or measure it."
+    draft = verbs.add_parser("draft", help=about, description=about)
     draft_verbs = draft.add_subparsers(dest="draft_verb", required=True, metavar="COMMAND")
     draft_train = draft_verbs.add_parser(
         "train", help="train or fetch from the cache", description="Train the draft of a recipe.", epilog=OVERRIDES
     )
     draft_train.add_argument("recipe", metavar="RECIPE.toml")
+    about = "Predict what the draft is worth on held-out prompts, and count it in the engine."
+    draft_eval = draft_verbs.add_parser("eval", help=about, description=about, epilog=OVERRIDES)
+    draft_eval.add_argument("recipe", metavar="RECIPE.toml")
+    draft_eval.add_argument("--answers", type=int, default=256, help="answers that are sampled (default: %(default)s)")
+    draft_eval.add_argument("--json", action="store_true", help="print the figures on stdout instead of a table")
 
     report = verb("report", "Print the tables of finished or running runs.", epilog="")
     report.add_argument("runs", nargs="+", metavar="RUN", help="run folder, of train or of compare")
 
     doctor = verb("doctor", "Check this machine, and a recipe, without starting an engine.")
     doctor.add_argument("recipe", nargs="?", metavar="RECIPE.toml")
+
+    about = "Project speedups at any scale: rollouts, steps, what to choose. Needs no engine."
+    simulate = verbs.add_parser("simulate", help=about, description=about)
+    add_arguments(simulate)
 
     keys = verb("keys", "List every key of a recipe with its default and what it means.", epilog="")
     keys.add_argument("section", nargs="?", help="one section only")
@@ -147,10 +167,23 @@ def _dispatch(options: argparse.Namespace, overrides: list[str]) -> int:
                 num_tokens=options.tokens,
                 json_path=options.json,
             )
-        case "draft":
-            from paceline.cli.draft import train_draft
+        case "calibrate":
+            from paceline.cli.calibrate import calibrate
 
-            return train_draft(options.recipe, overrides)
+            return calibrate(
+                options.recipe,
+                overrides,
+                out=options.out,
+                seconds=options.seconds,
+                clock=options.clock,
+                as_json=options.json,
+            )
+        case "draft":
+            from paceline.cli.draft import eval_draft, train_draft
+
+            if options.draft_verb == "train":
+                return train_draft(options.recipe, overrides)
+            return eval_draft(options.recipe, overrides, options.answers, options.json)
         case "report":
             from paceline.cli.report import report
 
@@ -160,6 +193,11 @@ def _dispatch(options: argparse.Namespace, overrides: list[str]) -> int:
             from paceline.cli.doctor import doctor
 
             return doctor(options.recipe, overrides)
+        case "simulate":
+            from paceline.cli.simulate import simulate
+
+            _no_overrides(overrides)
+            return simulate(options)
         case "keys":
             from paceline.cli.keys import print_keys
 
@@ -176,6 +214,9 @@ def _refuse(unknown: list[str], verb: str) -> None:
         "train": ["--resume"],
         "compare": ["--arms", "--fresh", "--pairs", "--in-flight"],
         "certify": ["--tokens", "--arms", "--json"],
+        "calibrate": ["--out", "--seconds", "--clock", "--json"],
+        "draft": ["--answers", "--json"],
+        "simulate": option_names(),
     }
     parse_overrides(unknown, own.get(verb, []))
 

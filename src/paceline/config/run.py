@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from paceline.config.base import Section
+from paceline.config.length import ChosenLength
 
 
 class Run(Section):
@@ -48,6 +49,8 @@ class TinyPolicy(Section):
     """Supervised steps on the mixture of written-out chains and direct guesses."""
     chain_share: float = Field(0.45, ge=0, le=1)
     """Fraction of supervised answers that write the chain out; the rest guess directly."""
+    num_mtp_layers: int = Field(0, ge=0, le=1)
+    """1: a MiMo-style policy instead, Qwen2 with a layer of its own that predicts further tokens, for `mtp` drafts."""
     seed: int = Field(0, ge=0)
     """Seed of initialisation and of the supervised data."""
 
@@ -145,30 +148,79 @@ class NoDraft(Section):
     method: Literal["none"] = "none"
 
 
-class Eagle3Draft(Section):
-    """One decoder layer that reads the policy's hidden states (EAGLE-3). Frozen during RL."""
+class TrainedDraft(ChosenLength):
+    """How a draft with weights follows the policy during RL."""
+
+    online: Literal["off", "always", "below_peak"] = "always"
+    """Training during RL. `off`: frozen. `always`: every `online_every` steps. `below_peak`: of those, only while the
+    predicted acceptance length is 2 % or more below its best so far."""
+    online_every: int = Field(1, ge=1)
+    """Train in every so many steps."""
+    online_lr: float = Field(5e-4, gt=0)
+    """AdamW learning rate during RL; the draft's optimiser, clip and schedule are its own."""
+    online_tokens: int = Field(1536, ge=1)
+    """Prompt and response tokens that the draft learns from in one step, at most (whole samples, at least one): this
+    bounds what the training costs."""
+    online_max_lag: int = Field(20, ge=1)
+    """Policy versions since the draft last learned, above which a step that should train it raises an alarm."""
+
+    @model_validator(mode="after")
+    def _takes_effect(self) -> TrainedDraft:
+        defaults = {
+            name: field.default for name, field in TrainedDraft.model_fields.items() if name.startswith("online_")
+        }
+        changed = [name for name, default in defaults.items() if getattr(self, name) != default]
+        if self.online == "off" and changed:
+            raise ValueError(f'{", ".join(changed)} has no effect with online = "off": leave it out')
+        if self.online != "off" and self.online_max_lag < self.online_every:
+            raise ValueError(
+                f"online_max_lag {self.online_max_lag} is below online_every {self.online_every}: the alarm would be "
+                "up between two trainings. Raise online_max_lag"
+            )
+        return self
+
+
+class Eagle3Draft(TrainedDraft):
+    """One decoder layer that reads the policy's hidden states (EAGLE-3)."""
 
     method: Literal["eagle3"] = "eagle3"
     num_draft_tokens: int = Field(3, ge=0, le=16)
     """k, tokens proposed before one verify pass. 0 switches speculation off."""
     path: Path | None = None
-    """A trained head; without it one is trained on the policy's own answers and cached by content."""
+    """A trained head, used as it is; without it one is trained and cached by content."""
+    start: Path | None = None
+    """A head whose weights the training before the run begins from; None: random weights."""
+    data: Literal["in_domain", "generic"] = "in_domain"
+    """What it is trained on before the run: the policy's own answers to the training prompts, or chat-like texts."""
+    generic_path: Path | None = None
+    """JSONL of `{"messages": [...]}` for `data = "generic"`; None: a small set made from installed packages."""
     aux_layers: tuple[int, int, int] | None = None
     """Layers whose *input* residual stream is captured; default 2, L/2, L-3. Shallow policies must name them."""
     vocab_size: int | None = None
     """Draft vocabulary: the most frequent tokens of the answers; None is the policy's whole vocabulary."""
     num_answers: int = Field(768, ge=8)
-    """Answers sampled from the policy on training prompts."""
+    """Answers sampled from the policy on training prompts; with `generic`, texts."""
     epochs: int = Field(16, ge=1)
     """Passes over those answers."""
     depth: int = Field(3, ge=1)
-    """Training-time test: how many of its own steps the head is trained on. k beyond it is allowed and said."""
+    """Training-time test: how many of its own steps the head is trained on before the run. k beyond it is allowed and
+    said; during RL it is trained on max(depth, k)."""
     lr: float = Field(2e-3, gt=0)
-    """Peak learning rate of AdamW, cosine to a tenth."""
+    """Peak learning rate of AdamW before the run, cosine to a tenth."""
     seed: int = Field(0, ge=0)
 
+    @model_validator(mode="after")
+    def _sources(self) -> Eagle3Draft:
+        if self.path is not None and self.start is not None:
+            raise ValueError("path is used as it is and start is trained on: give one of them")
+        if self.path is not None and self.data == "generic":
+            raise ValueError('path is used as it is, so that data = "generic" has no effect: give one of them')
+        if self.generic_path is not None and self.data != "generic":
+            raise ValueError('generic_path has no effect with data = "in_domain": set data = "generic"')
+        return self
 
-class NgramDraft(Section):
+
+class NgramDraft(ChosenLength):
     """Prompt look-up: copies what followed the last n-gram. No weights."""
 
     method: Literal["ngram"] = "ngram"
@@ -178,7 +230,46 @@ class NgramDraft(Section):
     max_ngram: int = Field(4, ge=1)
 
 
-Draft = Annotated[NoDraft | Eagle3Draft | NgramDraft, Field(discriminator="method")]
+class HistoryDraft(ChosenLength):
+    """Copies what followed in earlier responses to the same prompt. No weights."""
+
+    method: Literal["history"] = "history"
+    num_draft_tokens: int = Field(3, ge=0, le=16)
+    """k, tokens proposed before one verify pass. 0 switches speculation off."""
+    window_steps: int = Field(256, ge=1)
+    """Training steps for which a response is kept. A prompt comes back once per epoch: shorter than that, only the
+    samples of its own group that finish first are left to draft from."""
+    min_match: int = Field(2, ge=1)
+    """Tokens before a place that must agree with the end of the text for it to be copied from."""
+    max_match: int = Field(16, ge=1)
+    """Tokens that are compared at most. No more tokens are drafted than agree."""
+    max_tokens_kept: int = Field(1_000_000, ge=1)
+    """Response tokens kept; the oldest responses go first. Measured: about 6 bytes each, and 230 to 270 more for those
+    of the prompts of a running step."""
+
+    @model_validator(mode="after")
+    def _matches(self) -> HistoryDraft:
+        if self.min_match > self.max_match:
+            raise ValueError(f"min_match {self.min_match} is above max_match {self.max_match}: raise draft.max_match")
+        if self.num_draft_tokens > self.max_match:
+            raise ValueError(
+                f"num_draft_tokens {self.num_draft_tokens} cannot be reached with max_match {self.max_match}, because "
+                "no more tokens are drafted than agree: raise draft.max_match"
+            )
+        return self
+
+
+class MtpDraft(TrainedDraft):
+    """The policy's own MTP layer: in its checkpoint, published with it, trained with a detached trunk."""
+
+    method: Literal["mtp"] = "mtp"
+    num_draft_tokens: int = Field(3, ge=0, le=16)
+    """k, tokens proposed before one verify pass. 0 switches speculation off."""
+    depth: int = Field(3, ge=1)
+    """Training-time test: on how many of its own steps the layer is trained during RL, and never fewer than k."""
+
+
+Draft = Annotated[NoDraft | Eagle3Draft | NgramDraft | HistoryDraft | MtpDraft, Field(discriminator="method")]
 
 
 class Algorithm(Section):
@@ -253,6 +344,19 @@ class Recipe(Section):
             raise ValueError(
                 "sampling.temperature is 0: greedy rollouts of a group are all alike and teach nothing. "
                 "Set sampling.temperature = 1.0"
+            )
+        headless = isinstance(self.policy, SmolLM2Policy) or (
+            isinstance(self.policy, TinyPolicy) and self.policy.num_mtp_layers == 0
+        )
+        if isinstance(self.draft, MtpDraft) and headless:
+            raise ValueError(
+                f'draft.method is "mtp" and the policy ({self.policy.kind}) has no MTP layer. Set policy.kind = "tiny" '
+                'with policy.num_mtp_layers = 1, or draft.method = "eagle3"'
+            )
+        if self.certificate.control_share > 0 and self.algorithm.prompts_per_step == 1:
+            raise ValueError(
+                f"certificate.control_share is {self.certificate.control_share} and algorithm.prompts_per_step is 1: a "
+                "step has no group to spare for the control. Set certificate.control_share = 0, or more prompts"
             )
         drafts = not isinstance(self.draft, NoDraft) and self.draft.num_draft_tokens > 0
         if isinstance(self.engine, VllmEngine) and self.sampling.min_p > 0 and drafts:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, assert_never
 
-from paceline.config.run import Data
+from paceline.config.run import Data, FolderPolicy, Policy, SmolLM2Policy, TinyPolicy
 from paceline.errors import ConfigError, DataError
 from paceline.types import Prompt
 
@@ -38,6 +38,19 @@ class PromptSets:
 
     train: tuple[Prompt, ...]
     held_out: tuple[Prompt, ...]
+
+
+def prompt_style(policy: Policy, tokenizer: PreTrainedTokenizerBase) -> Style:
+    """How questions are written for a policy."""
+    match policy:
+        case TinyPolicy():
+            return "compact"
+        case SmolLM2Policy():
+            return "chat"
+        case FolderPolicy():
+            return "plain" if tokenizer.chat_template is None else "chat"
+        case _:
+            assert_never(policy)
 
 
 def load_prompts(data: Data, tokenizer: PreTrainedTokenizerBase, style: Style) -> PromptSets:

@@ -11,15 +11,18 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from transformers import Cache, PreTrainedModel
 
 from paceline.drafts.base import Drafter, Proposal
-from paceline.engine.base import Rollouts, check_draft_limit
+from paceline.drafts.history import HistoryDrafter
+from paceline.drafts.mtp import MtpDrafter
+from paceline.engine.base import EngineStep, Rollouts, check_draft_limit
+from paceline.engine.publish import PublishLog, PublishReport, Weights, checksum, digest_of, gather
 from paceline.errors import EngineError, PublishError
 from paceline.models.eagle3 import AuxCapture
 from paceline.models.weights import policy_tensors, publish_tensors
@@ -121,8 +124,14 @@ class ReferenceEngine:
         self.drafter = drafter
         self.num_draft_tokens = num_draft_tokens if drafter is not None else 0
         self._draft_limit = self.num_draft_tokens
+        self._choose_drafts: Callable[[int], int] | None = None
+        self._history = drafter.index if isinstance(drafter, HistoryDrafter) else None
         self.max_num_seqs = max_num_seqs
         self.versions = versions or Versions(policy=0)
+        self._logs = {
+            "policy": PublishLog("policy", self.versions.policy),
+            "draft": PublishLog("draft", self.versions.draft),
+        }
 
     @torch.no_grad()
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Rollouts:
@@ -132,6 +141,8 @@ class ReferenceEngine:
         """
         start = time.perf_counter()
         self._check(requests)
+        if self._history is not None:
+            self._history.start_call(request.prompt.token_ids for request in requests)
         waiting = deque(enumerate(requests))
         num_rows = min(self.max_num_seqs, len(requests))
         longest = max((len(request.prompt.token_ids) for request in requests), default=0)
@@ -141,7 +152,8 @@ class ReferenceEngine:
         rows: list[_Row] = []
         done: dict[int, Completion] = {}
         live_batch: list[tuple[float, int]] = []
-        engine_steps = 0
+        steps: list[EngineStep] = []
+        ended_s, ended_cpu_s = start, time.process_time()
         while waiting or rows:
             admitted = [
                 _Row(index, request, list(request.prompt.token_ids), torch.Generator().manual_seed(request.seed))
@@ -151,13 +163,17 @@ class ReferenceEngine:
             rows += admitted
             if not live_batch or live_batch[-1][1] != len(rows):
                 live_batch.append((time.perf_counter() - start, len(rows)))
-            self._step(cache, aux_states, rows, sampling)
-            engine_steps += 1
+            num_asked = self._num_asked(len(rows))
+            self._step(cache, aux_states, rows, sampling, num_asked)
+            began_s, began_cpu_s, ended_s, ended_cpu_s = ended_s, ended_cpu_s, time.perf_counter(), time.process_time()
+            steps.append(EngineStep(ended_s - began_s, ended_cpu_s - began_cpu_s, len(rows), num_asked))
             for place in reversed(range(len(rows))):
                 completion = self._finished(rows[place], sampling)
                 if completion is None:
                     continue
                 done[rows[place].index] = completion
+                if self._history is not None:
+                    self._history.finish(rows[place].request.prompt.token_ids, completion.token_ids)
                 # The last row fills the gap, so that rows in flight stay one slice of the cache.
                 last = len(rows) - 1
                 if place < last:
@@ -169,30 +185,68 @@ class ReferenceEngine:
         live_batch.append((time.perf_counter() - start, 0))
         completions = tuple(done[index] for index in range(len(requests)))
         blocks = [block for completion in completions for block in completion.blocks]
-        stats = engine_stats(blocks, engine_steps, live_batch)
-        return Rollouts(completions, stats, time.perf_counter() - start)
+        stats = engine_stats(blocks, len(steps), live_batch)
+        return Rollouts(completions, stats, time.perf_counter() - start, tuple(steps))
 
-    def publish(self, policy: Mapping[str, torch.Tensor], versions: Versions) -> None:
-        """See `RolloutEngine.publish`. Nothing is changed unless all tensors fit."""
-        publish_tensors(policy_tensors(self.model), policy, "policy")
-        self.versions = Versions(policy=versions.policy, draft=self.versions.draft)
+    def publish(self, policy: Weights, versions: Versions) -> PublishReport:
+        """See `RolloutEngine.publish`. Chunks are gathered first: nothing is changed unless all tensors fit."""
 
-    def publish_draft(self, draft: Mapping[str, torch.Tensor], versions: Versions) -> None:
+        def load(tensors: Mapping[str, torch.Tensor]) -> None:
+            publish_tensors(policy_tensors(self.model), tensors, "policy")
+
+        # A policy's own layer came with it.
+        draft = versions.draft if isinstance(self.drafter, MtpDrafter) else self.versions.draft
+        return self._take_in("policy", policy, versions.policy, load, Versions(policy=versions.policy, draft=draft))
+
+    def publish_draft(self, draft: Weights, versions: Versions) -> PublishReport:
         """See `RolloutEngine.publish_draft`."""
         if self.drafter is None:
-            raise PublishError(
-                f"A draft with {len(draft)} tensors was published to an engine without a draft: choose draft.method."
-            )
-        self.drafter.load(draft)
-        self.versions = Versions(policy=self.versions.policy, draft=versions.draft)
+            raise PublishError("A draft was published to an engine without a draft: choose draft.method.")
+        held = Versions(policy=self.versions.policy, draft=versions.draft)
+        return self._take_in("draft", draft, versions.draft, self.drafter.load, held)
+
+    def forget_versions(self) -> None:
+        """See `RolloutEngine.forget_versions`."""
+        for log in self._logs.values():
+            log.forget()
 
     def limit_drafts(self, num_draft_tokens: int) -> None:
         """See `RolloutEngine.limit_drafts`."""
         check_draft_limit(num_draft_tokens, self.num_draft_tokens)
         self._draft_limit = num_draft_tokens
 
+    def choose_drafts(self, choose: Callable[[int], int] | None) -> None:
+        """See `RolloutEngine.choose_drafts`."""
+        self._choose_drafts = choose
+
     def close(self) -> None:
         """Nothing to give back but memory, which goes with the object."""
+
+    def _take_in(
+        self,
+        what: str,
+        weights: Weights,
+        version: int,
+        load: Callable[[Mapping[str, torch.Tensor]], None],
+        held: Versions,
+    ) -> PublishReport:
+        began = time.perf_counter()
+        log = self._logs[what]
+        log.check_version(version)
+        tensors = gather(what, weights)
+        checksums = {name: checksum(tensor) for name, tensor in tensors.items()}
+        log.check_content(version, checksums)
+        load(tensors)
+        log.record(version, checksums)
+        self.versions = held
+        return PublishReport(
+            versions=held,
+            tensors=len(tensors),
+            bytes=sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()),
+            checksums=checksums,
+            digest=digest_of(checksums, {name: f"{t.dtype} {tuple(t.shape)}" for name, t in tensors.items()}),
+            seconds=time.perf_counter() - began,
+        )
 
     def _check(self, requests: Sequence[Request]) -> None:
         for request in requests:
@@ -221,11 +275,26 @@ class ReferenceEngine:
         slots_BQ = torch.arange(width).expand(len(admitted), width)
         self._forward(cache, aux_states, slice(first, first + len(admitted)), ids_BQ, slots_BQ, logits_to_keep=1)
 
+    def _num_asked(self, live: int) -> int:
+        """k of the next step."""
+        if self._history is not None and not self._history.can_draft:
+            return 0
+        if self._choose_drafts is None or self._draft_limit == 0:
+            return self._draft_limit
+        return min(self._draft_limit, self._choose_drafts(live))
+
     def _step(
-        self, cache: _RowCache, aux_states: torch.Tensor | None, rows: Sequence[_Row], sampling: Sampling
+        self,
+        cache: _RowCache,
+        aux_states: torch.Tensor | None,
+        rows: Sequence[_Row],
+        sampling: Sampling,
+        num_asked: int,
     ) -> None:
         """One verify step of all rows: every row gets a block and its tokens, cut at the first stop token."""
-        proposal = self._propose(aux_states, rows, sampling)
+        # One token of the room is for the recovered or bonus token, which every step commits.
+        asked = [min(num_asked, self._room(row, sampling) - 1) for row in rows]
+        proposal = self._propose(aux_states, rows, asked)
         width = max(len(ids) for ids in proposal.token_ids)
         drafts_BK = torch.full((len(rows), width), NO_TOKEN)
         for place, ids in enumerate(proposal.token_ids):
@@ -248,21 +317,21 @@ class ReferenceEngine:
         )
         for place, block in enumerate(to_blocks(drafts_BK, result, live_batch=len(rows))):
             row = rows[place]
-            row.blocks.append(block)
+            row.blocks.append(replace(block, num_asked=asked[place]))
             for slot, token in enumerate(block.token_ids):
                 row.token_ids.append(token)
                 row.logprobs.append(float(log_probs_BQV[place, slot, token]))
                 if token in sampling.stop_token_ids:
                     break
 
-    def _propose(self, aux_states: torch.Tensor | None, rows: Sequence[_Row], sampling: Sampling) -> Proposal:
-        # One token of the room is for the recovered or bonus token, which every step commits.
-        asked = [min(self._draft_limit, self._room(row, sampling) - 1) for row in rows]
+    def _propose(self, aux_states: torch.Tensor | None, rows: Sequence[_Row], asked: Sequence[int]) -> Proposal:
         if self.drafter is None or not any(asked):
             return Proposal([[] for _ in rows], None)
         hidden = None
         if aux_states is not None:
             hidden = [aux_states[place, : len(row.token_ids) - 1] for place, row in enumerate(rows)]
+        if isinstance(self.drafter, HistoryDrafter):
+            self.drafter.aim([row.request.prompt.token_ids for row in rows])
         proposal = self.drafter.propose([row.token_ids for row in rows], asked, hidden, [row.generator for row in rows])
         for row, ids, limit in zip(rows, proposal.token_ids, asked, strict=True):
             if len(ids) > limit:

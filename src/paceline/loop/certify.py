@@ -1,11 +1,15 @@
 """The certificate as a product: sample as training does, re-score every token, say whether it was lossless.
 
-The verdict is given once, after a fixed number of tokens, so z may be read at 4.9 sigma (one false alarm in a million
-per figure) beside the alarm that is valid at any time.
+The verdict is given once, after a fixed number of tokens. It reads many figures, most of them apart for every slot,
+because a fault that sits in one slot is lost among the tokens of the others; so each figure is judged at its share of
+the whole (Bonferroni). They are sound at any number of tokens: betting martingales (a p-value of exp(-log M)),
+Kolmogorov-Smirnov distances and binomial counts. Only z of the two correlations leans on sums of thousands of terms
+being about normal; every other z is for reading.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -13,21 +17,22 @@ from dataclasses import asdict, dataclass
 from typing import Literal
 
 import torch
+from scipy.special import bdtrc
 
 from paceline.config.run import Recipe
 from paceline.loop.parts import Parts
-from paceline.loop.scoring import score_rollouts
+from paceline.loop.scoring import score_rollouts, stops_passed
 from paceline.loop.seeds import rank_noise_seed, request_seed
 from paceline.spec.certificate import Certificate, CertificateReport, alarm
 from paceline.spec.stats import AcceptanceStats, acceptance_stats
 from paceline.train.logprobs import Sample
-from paceline.types import Request, Versions
+from paceline.types import Request
 
 CERTIFY_STEP = -4
 """Stands for the step in the seeds of what is sampled here: never the noise of training, evaluation or measurements."""
-Z_LIMIT = 4.9
-"""Two-sided tail of 1e-6 of a standard normal."""
-P_LIMIT = 1e-6
+FIGURES_RATE = 1e-6
+"""False alarms of all figures of a verdict together. Beside them stand two alarms, of all and of the recovered tokens,
+each with two ways to go off at 1e-6: a right sampler fails with probability of at most 5e-6."""
 OUTSIDE_SHARE = 0.005
 """Fraction of tokens outside the trainer's kept set that rounding may explain."""
 RECOVERED_OUTSIDE_SHARE = 0.02
@@ -52,6 +57,11 @@ class ArmCertificate:
     seconds: float
     """Wall clock, sampling and scoring."""
 
+    @property
+    def tokens(self) -> int:
+        """All sampled tokens, those outside the kept set included."""
+        return self.certificate.tokens + self.certificate.outside_kept
+
     def to_dict(self) -> dict[str, object]:
         """JSON-ready."""
         reports = {"certificate": self.certificate.to_dict(), "recovered": self.recovered.to_dict()}
@@ -63,21 +73,32 @@ def certify(
 ) -> ArmCertificate:
     """Sample groups on the training prompts until there are `num_tokens` tokens, and judge them.
 
-    The trainer's weights are published first, as in a step of training. `on_tokens` hears how many tokens there are
-    after every generate call. Raises `EngineError` or `PublishError` when the engine cannot be right.
+    `on_tokens` hears how many tokens there are after every generate call. Raises as `measure`.
+    """
+    for arm in measure(recipe, parts):
+        on_tokens(arm.tokens)
+        if arm.tokens >= num_tokens:
+            return arm
+    raise AssertionError("measure never ends")
+
+
+def measure(recipe: Recipe, parts: Parts) -> Iterator[ArmCertificate]:
+    """All tokens so far, judged after every generate call of the recipe's groups; never ends.
+
+    The trainer's weights are published first, as in a step of training. A verdict holds its false-alarm rate when one
+    of them is read, after a number of tokens that was fixed before. Raises `EngineError` or `PublishError` when the
+    engine cannot be right.
     """
     engine, trainer, algorithm = parts.engine, parts.trainer, recipe.algorithm
-    versions = Versions(trainer.version, parts.draft_version)
-    engine.publish(trainer.weights(), versions)
-    if parts.draft is not None:
-        engine.publish_draft(parts.draft, versions)
+    parts.publish()
     noise = torch.Generator().manual_seed(rank_noise_seed(recipe.run.seed, CERTIFY_STEP))
     certificate, recovered = Certificate(), Certificate()
     acceptance = AcceptanceStats()
     samples_of_prompt: Counter[str] = Counter()
-    tokens = completions = 0
+    passed: Counter[int] = Counter()
+    completions = 0
     began = time.perf_counter()
-    while tokens < num_tokens:
+    while True:
         requests = []
         for prompt in parts.prompts.next(algorithm.prompts_per_step):
             for sample in range(algorithm.group_size):
@@ -95,54 +116,103 @@ def certify(
         certificate.merge(scores.certificate)
         recovered.merge(scores.recovered)
         acceptance += acceptance_stats(block for completion in rollouts.completions for block in completion.blocks)
-        tokens += sum(len(sample.response_ids) for sample in samples)
+        passed += stops_passed(rollouts.completions, parts.sampling)
         completions += len(samples)
-        on_tokens(tokens)
-    report, recovered_report = certificate.report(), recovered.report()
-    found = tuple(findings(report, recovered_report, recipe.certificate.delta_nats, engine.num_draft_tokens))
-    return ArmCertificate(
-        verdict="fail" if found else "pass" if report.evidence else "no evidence",
-        findings=found,
-        certificate=report,
-        recovered=recovered_report,
-        acceptance_length=acceptance.alpha,
-        num_draft_tokens=engine.num_draft_tokens,
-        completions=completions,
-        seconds=time.perf_counter() - began,
-    )
+        report, recovered_report = certificate.report(), recovered.report()
+        found = (
+            *findings_of_stops(passed, completions, engine.num_draft_tokens),
+            *findings(report, recovered_report, recipe.certificate.delta_nats, engine.num_draft_tokens),
+        )
+        yield ArmCertificate(
+            verdict="fail" if found else "pass" if report.evidence else "no evidence",
+            findings=found,
+            certificate=report,
+            recovered=recovered_report,
+            acceptance_length=acceptance.alpha,
+            num_draft_tokens=engine.num_draft_tokens,
+            completions=completions,
+            seconds=time.perf_counter() - began,
+        )
+
+
+def findings_of_stops(passed: Counter[int], completions: int, num_draft_tokens: int) -> Iterator[str]:
+    """One is enough: what follows a stop token is drawn from the policy all right, and no statistic would see it."""
+    for slot, count in sorted(passed.items()):
+        yield (
+            f"stop token not cut at {slot_name(slot, num_draft_tokens)}: {count} of {completions} responses go on "
+            "behind it"
+        )
 
 
 def findings(
     report: CertificateReport, recovered: CertificateReport, delta_nats: float, num_draft_tokens: int
 ) -> Iterator[str]:
     """Every figure beyond its limit, in words that name the place. Nothing: a pass, if there was evidence."""
-    for where, part, share in (
-        ("all tokens", report, OUTSIDE_SHARE),
-        ("recovered tokens", recovered, RECOVERED_OUTSIDE_SHARE),
-    ):
+    parts = (
+        ("all tokens", "drawn from the row of logits before their own", report, OUTSIDE_SHARE),
+        ("recovered tokens", "drawn with the noise that rejected the draft", recovered, RECOVERED_OUTSIDE_SHARE),
+    )
+    for where, _, part, share in parts:
         if alarm(part, delta_nats, max_outside_share=share):
             excess = "unknown" if part.excess_nats is None else f"{part.excess_nats:+.4f}"
             yield (
                 f"{where}: alarm, log M {part.log_m:.1f}, excess {excess} nats per token, {part.outside_kept} of "
                 f"{part.tokens + part.outside_kept} impossible under the policy"
             )
-        if beyond(part.z):
-            yield f"{where}: z {part.z:+.1f}"
-        if part.ks_p is not None and part.ks_p < P_LIMIT:
-            yield f"{where}: the ranks are not uniform, Kolmogorov-Smirnov p {part.ks_p:.1e}"
-        for slot, figures in part.by_slot.items():
-            if beyond(figures.z):
-                yield f"{where} at {slot_name(slot, num_draft_tokens)}: z {figures.z:+.1f}"
-    for name, z in (
-        ("neighbouring tokens of a sequence", report.lag1_z),
-        ("tokens of different samples of a prompt", report.cross_z),
+    figures = [figure for part in parts for figure in _figures(*part, num_draft_tokens)]
+    limit = FIGURES_RATE / max(len(figures), 1)
+    yield from (sentence for sentence, p_value in figures if p_value < limit)
+
+
+def _figures(
+    where: str, alternative: str, report: CertificateReport, outside_share: float, num_draft_tokens: int
+) -> Iterator[tuple[str, float]]:
+    """(sentence, p-value) of every figure that there is evidence for."""
+    z = "unknown" if report.z is None else f"{report.z:+.1f}"
+    yield f"{where}: z {z}, log M {report.log_m:.1f}", _p_of_bets(report.log_m)
+    for z_of_pairs, name in (
+        (report.lag1_z, "neighbouring tokens of a sequence are correlated (noise is used again): z"),
+        (report.cross_z, "tokens of different samples of a prompt are correlated (noise is shared): z"),
     ):
-        if beyond(z):
-            yield f"{name} are correlated: z {z:+.1f} (noise is shared or used again)"
-    for slot, verdicts in report.acceptance_by_slot.items():
-        if beyond(verdicts.z):
-            share = "unknown" if verdicts.excess is None else f"{100 * verdicts.excess:+.2f} %"
-            yield f"acceptance at {slot_name(slot, num_draft_tokens)}: z {verdicts.z:+.1f}, accepted - expected {share}"
+        if z_of_pairs is not None:
+            yield f"{name} {z_of_pairs:+.1f}", math.erfc(abs(z_of_pairs) / math.sqrt(2.0))
+    yield from _rank_figures(where, report.ks_p, report.ks_ids_p)
+    for slot, tokens in report.by_slot.items():
+        place = f"{where} at {slot_name(slot, num_draft_tokens)}"
+        z = "unknown" if tokens.z is None else f"{tokens.z:+.1f}"
+        yield f"{place}: z {z}, log M {tokens.log_m:.1f}", _p_of_bets(tokens.log_m)
+        yield (
+            f"{place}: {alternative}, log M of that bet {tokens.alternative_log_m:.1f}",
+            _p_of_bets(tokens.alternative_log_m),
+        )
+        yield from _rank_figures(place, tokens.ks_p, tokens.ks_ids_p)
+        everything = tokens.tokens + tokens.outside_kept
+        if tokens.outside_kept:
+            yield (
+                f"{place}: {tokens.outside_kept} of {everything} impossible under the policy",
+                float(bdtrc(tokens.outside_kept - 1, everything, outside_share)),
+            )
+    for slot, drafts in report.acceptance_by_slot.items():
+        z = "unknown" if drafts.z is None else f"{drafts.z:+.1f}"
+        excess = "unknown" if drafts.excess is None else f"{100 * drafts.excess:+.2f} %"
+        place = f"acceptance at {slot_name(slot, num_draft_tokens)}"
+        yield f"{place}: z {z}, accepted - expected {excess}, log M {drafts.log_m:.1f}", _p_of_bets(drafts.log_m)
+
+
+def _rank_figures(where: str, by_probability: float | None, by_id: float | None) -> Iterator[tuple[str, float]]:
+    if by_probability is not None:
+        yield (
+            f"{where}: the ranks are not uniform, Kolmogorov-Smirnov p {by_probability:.1e}",
+            by_probability,
+        )
+    if by_id is not None:
+        yield f"{where}: the noise is not uniform, Kolmogorov-Smirnov p {by_id:.1e} in the order of ids", by_id
+
+
+def _p_of_bets(log_m: float) -> float:
+    """Markov's bound, which is Ville's at one look."""
+    # A bet that lost has a log M of minus thousands, whose exponential would overflow.
+    return math.exp(min(0.0, -log_m))
 
 
 def slot_name(slot: int, num_draft_tokens: int) -> str:
@@ -150,8 +220,3 @@ def slot_name(slot: int, num_draft_tokens: int) -> str:
     if slot < 0:
         return "steps without a draft"
     return f"slot {slot} (bonus)" if slot == num_draft_tokens else f"slot {slot}"
-
-
-def beyond(z: float | None) -> bool:
-    """Is a standard normal figure outside of what one in a million reaches? Nothing to compute it from: no."""
-    return z is not None and abs(z) > Z_LIMIT

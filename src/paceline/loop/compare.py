@@ -51,6 +51,8 @@ class ArmRun(Protocol):
 
     def policy_state(self) -> Mapping[str, torch.Tensor]: ...
 
+    def publish(self) -> None: ...
+
 
 @dataclass(frozen=True)
 class RolloutPlan:
@@ -97,8 +99,12 @@ def measure_rollouts(runs: Mapping[str, ArmRun], plan: RolloutPlan, seconds: Sec
     for arm in others:
         policy = runs[arm].policy_state()
         engines = {name: runs[name].engine for name in (baseline, arm)}
+        # The arm's engine as its next step would have it, with the newest draft; the baseline with the same policy.
+        runs[arm].publish()
+        draft = engines[baseline].versions.draft
+        engines[baseline].forget_versions()
+        engines[baseline].publish(policy, Versions(policy=runs[arm].step, draft=draft))
         for engine in engines.values():
-            engine.publish(policy, Versions(policy=runs[arm].step, draft=engine.versions.draft))
             # The first call after a publish pays for what it reset, and the first of all for what is made lazily.
             engine.generate(_requests(plan, point, pair=-1)[: plan.in_flight[0]], plan.sampling)
         for pair in range(plan.num_pairs):
@@ -107,6 +113,7 @@ def measure_rollouts(runs: Mapping[str, ArmRun], plan: RolloutPlan, seconds: Sec
                 order = (baseline, arm) if pair % 2 == 0 else (arm, baseline)
                 per_token = {name: _seconds_per_token(engines[name], requests, plan.sampling, size) for name in order}
                 seconds[arm][size].append((per_token[baseline], per_token[arm]))
+        engines[baseline].forget_versions()
 
 
 def choose_in_flight(asked: Sequence[int] | None, max_num_seqs: int) -> tuple[int, ...]:

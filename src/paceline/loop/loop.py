@@ -5,11 +5,12 @@
 
 Rewards are scored in worker processes while the policy re-scores the same tokens. The certificate is computed over
 every sampled token, before any group is dropped. `max_lag` is 0: every completion was sampled by the weights that it
-updates, and `_check_lag` reads that off the versions on the completions.
+updates, and `_check_versions` reads that off the completions, for the draft too.
 """
 
 from __future__ import annotations
 
+import math
 import signal
 import statistics
 import threading
@@ -26,24 +27,32 @@ import torch
 
 from paceline.algo.advantage import group_advantages
 from paceline.config.run import Recipe
+from paceline.drafts.length import LengthChooser
 from paceline.engine.base import RolloutEngine, Rollouts
 from paceline.errors import CheckpointError, EngineError, LosslessError
 from paceline.loop.folder import RunFolder
+from paceline.loop.length import build_chooser
 from paceline.loop.parts import Parts, build_parts
-from paceline.loop.scoring import score_rollouts
+from paceline.loop.scoring import check_ends, score_rollouts
 from paceline.loop.seeds import EVALUATION_STEP, rank_noise_seed, request_seed
 from paceline.observe.progress import RunProgress, Silent
 from paceline.observe.stages import StageClock
 from paceline.spec.certificate import Certificate, CertificateReport, alarm
+from paceline.spec.draft_alarm import DraftEvidence, draft_alarm
 from paceline.spec.stats import acceptance_stats, engine_stats
 from paceline.train.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
+from paceline.train.draft import FeatureReader
+from paceline.train.draft_check import first_slot_evidence
 from paceline.train.logprobs import LogprobGap, Sample, logprob_gap
+from paceline.train.online import DRAFT_STEP_KEYS, DraftStep, OnlineDraft
 from paceline.train.policy import PolicyBatch, PolicyUpdate
 from paceline.types import Completion, Prompt, Request, RolloutGroup, Versions
 
 DRAFTS_WITHOUT_ACCEPTANCE = 200
-"""Drafted tokens in a row of which none was accepted, after which a draft counts as dead. Losslessness hides a dead
+"""Drafted tokens in a row of which none was accepted, after which a look-up counts as dead. Losslessness hides a dead
 draft: the text stays right and only the speed is lost."""
+EVIDENCE_BLOCKS = 2000
+"""Blocks after which the evidence about the draft starts anew: what spoke for it long ago would delay the alarm."""
 
 
 class TrainingRun:
@@ -78,11 +87,14 @@ class TrainingRun:
         self.step = 0
         self._certificate = Certificate()
         self._control = Certificate()
+        self._evidence = DraftEvidence()
         self._fallen_back = False
         self._drafted_since_accepted = 0
+        self._chooser: LengthChooser | None = None
         self.parts = parts or build_parts(recipe, self.progress)
         self.engine: RolloutEngine = self.parts.engine
         try:
+            self._chooser = build_chooser(recipe, self.parts, self.progress)
             self._folder.open()
             if checkpoint is not None:
                 self._restore(checkpoint)
@@ -101,37 +113,44 @@ class TrainingRun:
         Raises `LosslessError` when the certificate's alarm fires and `certificate.on_alarm` is `stop`; metrics and a
         checkpoint of the step are then on disk.
         """
-        parts, trainer = self.parts, self.parts.trainer
+        parts = self.parts
         clock = StageClock(self._folder.trace, self.step + 1)
         with clock.stage("data"):
             prompts = parts.prompts.next(self.recipe.algorithm.prompts_per_step)
             requests = self._requests(prompts, self.step)
         with clock.stage("prepare"):
-            self._publish()
+            self.publish()
         with clock.stage("generate"):
             rollouts = self._generate(requests)
-            self._check_lag(rollouts)
+            self._check_versions(rollouts)
+            check_ends(rollouts.completions, parts.sampling)
+            if self._chooser is not None:
+                self._chooser.observe(block for completion in rollouts.completions for block in completion.blocks)
             pending = self._submit(requests, rollouts)
         with clock.stage("logprob"):
             samples = [
                 Sample(request.prompt.token_ids, completion.token_ids)
                 for request, completion in zip(requests, rollouts.completions, strict=True)
             ]
-            logprobs, certificate, control = self._score(samples, rollouts.completions)
+            probe = None if self._draft is None else self._draft.probe(samples[: self._first_control(samples)])
+            logprobs, certificate, control = self._score(samples, rollouts.completions, probe)
+            self._judge_draft(probe, rollouts.completions)
         with clock.stage("generate"):
             # Only what is still unfinished after the re-scoring is waited for here.
             groups = _groups(prompts, rollouts.completions, [reward.result() for reward in pending])
         with clock.stage("train"):
-            advantages = [a for g in groups for a in group_advantages(g.rewards, self.recipe.algorithm.advantage)]
-            update = trainer.update(PolicyBatch(samples, logprobs, advantages))
+            update, draft_step, predicted_alpha = self._train(samples, logprobs, groups, probe)
         self.step += 1
+        if parts.history is not None:
+            texts = zip(samples, rollouts.completions, strict=True)
+            parts.history.add_step(self.step, [(sample.prompt_ids, answer.token_ids) for sample, answer in texts])
 
         self._certificate.merge(certificate)
         self._control.merge(control)
         report = self._certificate.report()
         accepted, drafted = rollouts.stats.accepted, rollouts.stats.drafted
         self._drafted_since_accepted = 0 if accepted else self._drafted_since_accepted + drafted
-        alarms = self._alarms(report)
+        alarms = self._alarms(report, draft_step)
         alarmed = self._is_alarm(report)
         may_fall_back = self.engine.num_draft_tokens > 0 and not self._fallen_back
         falls_back = alarmed and self.recipe.certificate.on_alarm == "fall_back" and may_fall_back
@@ -139,7 +158,8 @@ class TrainingRun:
         if falls_back:
             alarms.append("fall-back: speculation is off from the next step on, and the certificate starts anew")
         gap = logprob_gap([completion.logprobs for completion in rollouts.completions], logprobs)
-        metrics = self._metrics(clock.seconds(), requests, rollouts, groups, update, gap, report, alarms)
+        draft = self._draft_metrics(draft_step, predicted_alpha)
+        metrics = self._metrics(clock.seconds(), requests, rollouts, groups, update, gap, draft, report, alarms)
         self._folder.metrics.append(metrics)
         self.progress.step(metrics, self.recipe.run.num_steps)
         if falls_back:
@@ -164,10 +184,15 @@ class TrainingRun:
         Failed scores are left out of the mean (and counted in evaluations.jsonl); NaN when all failed.
         """
         parts = self.parts
-        self._publish()
+        self.publish()
         seed = self.recipe.run.seed
         requests = [Request(p, 0, request_seed(seed, EVALUATION_STEP, p.id, 0, 0)) for p in parts.held_out]
+        if self._chooser is not None:
+            # A run that is resumed may leave this evaluation out: it must not move the choice of k.
+            parts.engine.choose_drafts(self._chooser.usual)
         rollouts = parts.engine.generate(requests, parts.sampling)
+        if self._chooser is not None:
+            parts.engine.choose_drafts(self._chooser.choose)
         reward = _reward_summary([reward.result() for reward in self._submit(requests, rollouts)])
         self._folder.record_evaluation(self.step, reward)
         return float("nan") if reward["mean"] is None else reward["mean"]
@@ -190,18 +215,22 @@ class TrainingRun:
         return {name: tensor.clone() for name, tensor in self.parts.trainer.weights().items()}
 
     def draft_state(self) -> dict[str, torch.Tensor] | None:
-        """A copy of the draft's weights under their exported names; None for a method without weights."""
-        draft = self.parts.draft
-        return None if draft is None else {name: tensor.clone() for name, tensor in draft.items()}
+        """A copy of the draft's weights under their exported names; None for a method without weights of its own."""
+        return None if self.parts.draft is None else self.parts.draft.weights()
+
+    def publish(self) -> None:
+        """Bring the engine to the present weights of policy and draft; every step begins with it."""
+        self.parts.publish()
 
     def save(self) -> Path:
         """Write a checkpoint of the present state and remove those beyond `run.keep_checkpoints`."""
-        parts = self.parts
+        parts, draft = self.parts, self.parts.draft
         checkpoint = Checkpoint(
             step=self.step,
             versions=Versions(parts.trainer.version, parts.draft_version),
             policy=parts.trainer.weights(),
-            draft=parts.draft,
+            draft=None if draft is None else draft.weights(),
+            draft_state=None if draft is None else draft.state_dict(),
             optimizer=parts.trainer.state_dict(),
             rng=torch.get_rng_state(),
             data=parts.prompts.state_dict(),
@@ -210,8 +239,11 @@ class TrainingRun:
                 "control": self._control.state_dict(),
                 "fallen_back": self._fallen_back,
             },
+            draft_evidence=None if draft is None else self._evidence.state_dict(),
             drafted_since_accepted=self._drafted_since_accepted,
+            choice_of_k=None if self._chooser is None else self._chooser.state_dict(),
             metrics_bytes=self._folder.metrics.size_bytes,
+            history=None if parts.history is None else parts.history.state_dict(),
         )
         with self._folder.trace.span("checkpoint", step=self.step):
             return write_checkpoint(self._folder.checkpoints, checkpoint, self.recipe.run.keep_checkpoints)
@@ -244,13 +276,6 @@ class TrainingRun:
                 requests.append(Request(prompt, sample, seed))
         return requests
 
-    def _publish(self) -> None:
-        parts = self.parts
-        versions = Versions(parts.trainer.version, parts.draft_version)
-        parts.engine.publish(parts.trainer.weights(), versions)
-        if parts.draft is not None and parts.engine.versions.draft != parts.draft_version:
-            parts.engine.publish_draft(parts.draft, versions)
-
     def _submit(self, requests: Sequence[Request], rollouts: Rollouts) -> list[Future[float | None]]:
         """Start scoring; one future per request, None for a score that failed."""
         return [
@@ -258,15 +283,31 @@ class TrainingRun:
             for request, completion in zip(requests, rollouts.completions, strict=True)
         ]
 
-    def _check_lag(self, rollouts: Rollouts) -> None:
+    def _check_versions(self, rollouts: Rollouts) -> None:
+        trainer, draft_version = self.parts.trainer, self.parts.draft_version
         for completion in rollouts.completions:
-            lag = self.parts.trainer.version - completion.versions.policy
+            lag = trainer.version - completion.versions.policy
             if not 0 <= lag <= self.recipe.algorithm.max_lag:
                 raise EngineError(
                     f"A completion of prompt {completion.prompt_id} was sampled by policy version "
-                    f"{completion.versions.policy} while version {self.parts.trainer.version} is trained: lag {lag}, "
+                    f"{completion.versions.policy} while version {trainer.version} is trained: lag {lag}, "
                     f"allowed 0 to {self.recipe.algorithm.max_lag} (algorithm.max_lag). The engine kept old weights."
                 )
+            if completion.versions.draft != draft_version:
+                raise EngineError(
+                    f"A completion of prompt {completion.prompt_id} was drafted by draft version "
+                    f"{completion.versions.draft}, and the trainer has published version {draft_version} (-1: none). "
+                    "The engine kept an old draft."
+                )
+
+    @property
+    def _draft(self) -> OnlineDraft | None:
+        """The draft while the engine drafts with it."""
+        return None if self._fallen_back else self.parts.draft
+
+    def _first_control(self, samples: Sequence[Sample] | Sequence[Request]) -> int:
+        """Where the samples of the control begin: behind all others."""
+        return len(samples) - self._control_groups * self.recipe.algorithm.group_size
 
     @property
     def _control_groups(self) -> int:
@@ -279,7 +320,7 @@ class TrainingRun:
     def _generate(self, requests: Sequence[Request]) -> Rollouts:
         """One call of the engine; with a control another one, without drafts, for its groups."""
         engine, sampling = self.engine, self.parts.sampling
-        first = len(requests) - self._control_groups * self.recipe.algorithm.group_size
+        first = self._first_control(requests)
         rollouts = engine.generate(requests[:first], sampling)
         if first == len(requests):
             return rollouts
@@ -291,17 +332,55 @@ class TrainingRun:
         return _one_after_the_other(rollouts, control)
 
     def _score(
-        self, samples: Sequence[Sample], completions: Sequence[Completion]
+        self, samples: Sequence[Sample], completions: Sequence[Completion], probe: FeatureReader | None
     ) -> tuple[list[torch.Tensor], Certificate, Certificate]:
         """Log-probabilities of every sampled token by the policy, and the certificates of this step: run, control."""
         trainer, size = self.parts.trainer, self.recipe.algorithm.group_size
         noise = torch.Generator().manual_seed(rank_noise_seed(self.recipe.run.seed, self.step))
-        first = len(samples) - self._control_groups * size
-        scores = score_rollouts(trainer, samples[:first], completions[:first], size, noise)
+        first = self._first_control(samples)
+        scores = score_rollouts(trainer, samples[:first], completions[:first], size, noise, reader=probe)
         if first == len(samples):
             return scores.logprobs, scores.certificate, Certificate()
         control = score_rollouts(trainer, samples[first:], completions[first:], size, noise)
         return [*scores.logprobs, *control.logprobs], scores.certificate, control.certificate
+
+    def _judge_draft(self, probe: FeatureReader | None, completions: Sequence[Completion]) -> None:
+        """Compare what the engine drafted on the probe with what the trainer's copy drafts there."""
+        if self._draft is None or probe is None:
+            return
+        if self._evidence.num_blocks >= EVIDENCE_BLOCKS:
+            self._evidence = DraftEvidence(unaccepted_run=self._evidence.unaccepted_run)
+        parts = self.parts
+        self._evidence.merge(
+            first_slot_evidence(
+                parts.trainer.model,
+                self._draft.head,
+                probe.features(),
+                [completions[index] for index in sorted(probe.answers)],
+                parts.sampling,
+            )
+        )
+
+    def _train(
+        self,
+        samples: Sequence[Sample],
+        logprobs: Sequence[torch.Tensor],
+        groups: Sequence[RolloutGroup],
+        probe: FeatureReader | None,
+    ) -> tuple[PolicyUpdate, DraftStep | None, float | None]:
+        """The updates of policy and draft, and the acceptance length predicted for the draft as it was before."""
+        trainer, draft = self.parts.trainer, self._draft
+        advantages = [a for g in groups for a in group_advantages(g.rewards, self.recipe.algorithm.advantage)]
+        batch = PolicyBatch(samples, logprobs, advantages)
+        if draft is None or probe is None:
+            return trainer.update(batch), None, None
+        predicted_alpha = draft.predict(probe).alpha
+        lesson = draft.lesson(samples, advantages, trainer.version)
+        gradient = trainer.backward(batch, lesson)
+        # Before the policy's step: what was read and the output layer that it is read with belong to the same weights.
+        draft_step = draft.learn(lesson, trainer.version)
+        update = trainer.step(gradient)
+        return update, draft_step, predicted_alpha if math.isfinite(predicted_alpha) else None
 
     def _control_report(self) -> CertificateReport | None:
         return self._control.report() if self._control_groups else None
@@ -316,7 +395,7 @@ class TrainingRun:
         self._certificate, self._control = Certificate(), Certificate()
         self._drafted_since_accepted = 0
 
-    def _alarms(self, report: CertificateReport) -> list[str]:
+    def _alarms(self, report: CertificateReport, draft_step: DraftStep | None) -> list[str]:
         alarms = []
         if self._is_alarm(report):
             excess = "unknown" if report.excess_nats is None else f"{report.excess_nats:+.4f}"
@@ -324,12 +403,23 @@ class TrainingRun:
                 f"certificate: log M {report.log_m:.1f}, excess {excess} nats per token over {report.tokens} tokens, "
                 f"{report.outside_kept} tokens outside the policy's kept set"
             )
-        if self._drafted_since_accepted >= DRAFTS_WITHOUT_ACCEPTANCE:
+        if draft_step is not None:
+            alarms += draft_step.alarms
+            found = draft_alarm(self._evidence)
+            if found is not None:
+                alarms.append(found)
+        elif self._drafted_since_accepted >= DRAFTS_WITHOUT_ACCEPTANCE:
             alarms.append(
-                f"acceptance: none of the last {self._drafted_since_accepted} drafted tokens was accepted; the draft "
-                "is stale, damaged or of another policy"
+                f"acceptance: none of the last {self._drafted_since_accepted} drafted tokens was accepted; what is "
+                "drafted has nothing to do with what this policy says"
             )
         return alarms
+
+    def _draft_metrics(self, step: DraftStep | None, predicted_alpha: float | None) -> dict[str, Any]:
+        """`predicted_alpha` is to be read beside the measured alpha of the step; `check` is of the window so far."""
+        if step is None:
+            return dict.fromkeys([*DRAFT_STEP_KEYS, "predicted_alpha", "check"])
+        return {**step.metrics(), "predicted_alpha": predicted_alpha, "check": self._evidence.report()}
 
     def _metrics(
         self,
@@ -339,6 +429,7 @@ class TrainingRun:
         groups: Sequence[RolloutGroup],
         update: PolicyUpdate,
         gap: LogprobGap | None,
+        draft: dict[str, Any],
         report: CertificateReport,
         alarms: Sequence[str],
     ) -> dict[str, Any]:
@@ -369,28 +460,32 @@ class TrainingRun:
                 "conditional": list(acceptance.conditional or ()),
             },
             "k_histogram": {str(k): drafted_counts[k] for k in sorted(drafted_counts)},
+            "choice_of_k": None if self._chooser is None else [choice.to_dict() for choice in self._chooser.explain()],
             "live_batch": [list(change) for change in stats.live_batch],
             "lengths": lengths,
             "reward": _reward_summary([reward for group in groups for reward in group.rewards]),
             "policy": asdict(update),
             "engine_logprobs": None if gap is None else asdict(gap),
             "certificate": {**report.to_dict(), "control": None if control is None else control.to_dict()},
-            "draft": {"loss": None, "predicted_alpha": None},
+            "draft": draft,
             "alarms": list(alarms),
         }
 
     def _restore(self, checkpoint: Checkpoint) -> None:
         parts = self.parts
-        self._folder.metrics.cut(checkpoint.metrics_bytes)
-        self._folder.forget_evaluations_after(checkpoint.step)
         parts.trainer.load(checkpoint.policy, checkpoint.optimizer, checkpoint.versions.policy)
-        parts.restore_draft(checkpoint.draft, checkpoint.versions)
+        parts.restore_draft(checkpoint.draft, checkpoint.draft_state, checkpoint.versions)
         parts.prompts.load_state_dict(checkpoint.data)
         try:
             sums: dict[str, Any] = dict(checkpoint.certificate)
             self._certificate.load_state_dict(sums["run"])
             self._control.load_state_dict(sums["control"])
             self._fallen_back = sums["fallen_back"]
+            if checkpoint.draft_evidence is not None:
+                self._evidence.load_state_dict(checkpoint.draft_evidence)
+            parts.restore_history(checkpoint.history)
+            if self._chooser is not None and checkpoint.choice_of_k is not None:
+                self._chooser.load_state_dict(checkpoint.choice_of_k)
         except (KeyError, ValueError) as error:
             raise CheckpointError(f"The checkpoint of step {checkpoint.step} cannot be used: {error}") from error
         if self._fallen_back:
@@ -398,6 +493,9 @@ class TrainingRun:
         self._drafted_since_accepted = checkpoint.drafted_since_accepted
         torch.set_rng_state(checkpoint.rng)
         self.step = checkpoint.step
+        # Last: a checkpoint that cannot be used costs no line.
+        self._folder.metrics.cut(checkpoint.metrics_bytes)
+        self._folder.forget_evaluations_after(checkpoint.step)
         self.progress.status(f"Resumed after step {self.step}")
 
 

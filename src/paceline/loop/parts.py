@@ -2,48 +2,48 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import assert_never
+from typing import Any, assert_never
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from paceline.config.run import (
     Eagle3Draft,
-    FolderPolicy,
+    HistoryDraft,
+    MtpDraft,
     NgramDraft,
     NoDraft,
-    Policy,
     Recipe,
     ReferenceEngine,
     SamplingConfig,
-    SmolLM2Policy,
-    TinyPolicy,
     VllmEngine,
 )
-from paceline.data.prompts import Style, check_fit, load_prompts
+from paceline.data.prompts import check_fit, load_prompts, prompt_style
 from paceline.data.source import PromptSource
 from paceline.drafts.base import Drafter
 from paceline.drafts.eagle3 import Eagle3Drafter
+from paceline.drafts.history import HistoryDrafter, HistoryIndex
+from paceline.drafts.mtp import MtpDrafter
 from paceline.drafts.ngram import NgramDrafter
 from paceline.engine import reference
 from paceline.engine.base import RolloutEngine
 from paceline.errors import CheckpointError, ModelError
-from paceline.loop.seeds import request_seed
-from paceline.models.cache import build_once, cache_root, digest_of
-from paceline.models.eagle3 import Eagle3Config, Eagle3Head
-from paceline.models.folder import PolicyFolder, load_policy, load_tokenizer, resolve_policy
-from paceline.observe.progress import RunProgress
+from paceline.loop.draft_start import prepare_draft
+from paceline.loop.seeds import draft_seed
+from paceline.models.cache import cache_root
+from paceline.models.eagle3 import Eagle3Head
+from paceline.models.folder import load_policy, load_tokenizer, resolve_policy
+from paceline.models.mtp import MtpHead
+from paceline.observe.progress import RunProgress, throttled
 from paceline.rewards.base import Reward
 from paceline.rewards.pool import RewardPool
-from paceline.train.draft import Answer, content_key, train_eagle3
+from paceline.train.online import OnlineDraft, OnlineEagle3
 from paceline.train.policy import PolicyTrainer
-from paceline.types import Prompt, Request, Sampling, Versions
-
-ANSWERS_STEP = -3
-"""Stands for the step in the seeds of the answers that a draft is trained on."""
+from paceline.types import Prompt, Sampling, Versions
 
 
 @dataclass
@@ -59,24 +59,51 @@ class Parts:
     decode: Callable[[Sequence[int]], str]
     """Response tokens -> the text that is scored."""
     sampling: Sampling
-    draft: Mapping[str, torch.Tensor] | None = None
-    """The draft's weights under their exported names; None for a method without weights."""
+    draft: OnlineDraft | None = None
+    """The trainer's copy of a draft with weights; None for a method without weights."""
+    history: HistoryIndex | None = None
+    """What `history` drafts are made from, read by the engine; None for another method."""
 
     @property
     def draft_version(self) -> int:
-        """0: the weights the run started with (drafts are frozen); -1: no weights."""
-        return -1 if self.draft is None else 0
+        """The version that the engine's draft must have; -1: no weights."""
+        return -1 if self.draft is None else self.draft.version
 
-    def restore_draft(self, draft: Mapping[str, torch.Tensor] | None, versions: Versions) -> None:
+    def publish(self) -> None:
+        """Bring the engine to the present weights: the policy always, the draft when the engine has another version."""
+        versions = Versions(self.trainer.version, self.draft_version)
+        self.engine.publish(self.trainer.weights(), versions)
+        if self.draft is None or self.engine.versions.draft == self.draft.version:
+            return
+        weights = self.draft.weights()
+        if weights is not None:
+            self.engine.publish_draft(weights, versions)
+
+    def restore_draft(
+        self, weights: Mapping[str, torch.Tensor] | None, state: Mapping[str, Any] | None, versions: Versions
+    ) -> None:
         """Go on with the draft of a checkpoint, whatever the engine has loaded. Raises `CheckpointError`."""
-        if (draft is None) != (self.draft is None):
+        if (state is None) != (self.draft is None):
             raise CheckpointError(
-                f"The checkpoint has {'no draft' if draft is None else 'a draft'} and the recipe's draft.method needs "
-                f"{'one' if draft is None else 'none'}: resume with the recipe that the run was started with."
+                f"The checkpoint has {'no draft' if state is None else 'a draft'} and the recipe's draft.method needs "
+                f"{'one' if state is None else 'none'}: resume with the recipe that the run was started with."
             )
-        if draft is not None:
-            self.draft = draft
-            self.engine.publish_draft(draft, versions)
+        if self.draft is not None and state is not None:
+            self.draft.load_weights(weights)
+            self.draft.load_state_dict(state)
+            if weights is not None:
+                self.engine.publish_draft(weights, versions)
+
+    def restore_history(self, state: Mapping[str, Any] | None) -> None:
+        """Go on with the history of a checkpoint. Raises `CheckpointError`, KeyError or ValueError for none."""
+        if (state is None) != (self.history is None):
+            raise CheckpointError(
+                f"The checkpoint has {'no history' if state is None else 'a history'} of responses and the recipe's "
+                f"draft.method needs {'one' if state is None else 'none'}: resume with the recipe that the run was "
+                "started with."
+            )
+        if self.history is not None and state is not None:
+            self.history.load_state_dict(state)
 
     def close(self) -> None:
         """End the reward workers and the engine."""
@@ -91,7 +118,7 @@ def build_parts(recipe: Recipe, progress: RunProgress) -> Parts:
     """
     cache = cache_root()
     progress.status("Preparing the policy")
-    policy_folder = resolve_policy(recipe.policy, cache, _throttled(progress))
+    policy_folder = resolve_policy(recipe.policy, cache, throttled(progress))
     tokenizer = load_tokenizer(policy_folder.path)
     prompts = load_prompts(recipe.data, tokenizer, prompt_style(recipe.policy, tokenizer))
     policy = load_policy(policy_folder.path)
@@ -102,10 +129,11 @@ def build_parts(recipe: Recipe, progress: RunProgress) -> Parts:
     # The workers import their libraries while the engine loads.
     rewards = RewardPool(recipe.data.task, recipe.rewards)
     try:
-        draft_folder = prepare_draft(recipe, policy_folder, cache, progress)
+        draft_folder = prepare_draft(recipe, policy_folder, prompts.train, sampling, cache, progress)
         head = None if draft_folder is None else Eagle3Head.load(draft_folder, policy.config, max_model_len)
         progress.status("Starting the engine")
-        engine = _build_engine(recipe, policy_folder.path, draft_folder, head, max_model_len)
+        history = _build_history(recipe)
+        engine = _build_engine(recipe, policy_folder.path, draft_folder, head, history, max_model_len)
     except BaseException:
         rewards.close()
         raise
@@ -117,21 +145,9 @@ def build_parts(recipe: Recipe, progress: RunProgress) -> Parts:
         rewards=rewards,
         decode=lambda token_ids: str(tokenizer.decode(list(token_ids), skip_special_tokens=True)),
         sampling=sampling,
-        draft=None if head is None else head.export_state(),
+        draft=_online_draft(recipe, head, policy, sampling),
+        history=history,
     )
-
-
-def prompt_style(policy: Policy, tokenizer: PreTrainedTokenizerBase) -> Style:
-    """How questions are written for a policy."""
-    match policy:
-        case TinyPolicy():
-            return "compact"
-        case SmolLM2Policy():
-            return "chat"
-        case FolderPolicy():
-            return "plain" if tokenizer.chat_template is None else "chat"
-        case _:
-            assert_never(policy)
 
 
 def make_sampling(config: SamplingConfig, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Sampling:
@@ -157,78 +173,33 @@ def make_sampling(config: SamplingConfig, policy: PreTrainedModel, tokenizer: Pr
     )
 
 
-def prepare_draft(recipe: Recipe, policy_folder: PolicyFolder, cache: Path, progress: RunProgress) -> Path | None:
-    """The folder of the draft's weights, trained now unless the cache has it; None when there is nothing to load.
-
-    An EAGLE-3 head without `draft.path` is trained on answers that the policy samples on the training prompts, as it
-    will in the run. Its cache key covers everything that decides the weights: policy, prompts, sampling and training.
-    """
+def _build_history(recipe: Recipe) -> HistoryIndex | None:
     match recipe.draft:
-        case NoDraft() | NgramDraft():
-            return None
-        case Eagle3Draft() as draft if draft.num_draft_tokens == 0:
-            return None
-        case Eagle3Draft() as draft if draft.path is not None:
-            return draft.path
-        case Eagle3Draft() as draft:
-            return _trained_head(recipe, draft, policy_folder, cache, progress)
+        case HistoryDraft() as draft if draft.num_draft_tokens > 0:
+            return HistoryIndex.from_config(draft)
         case _:
-            assert_never(recipe.draft)
-
-
-def _trained_head(
-    recipe: Recipe, draft: Eagle3Draft, policy_folder: PolicyFolder, cache: Path, progress: RunProgress
-) -> Path:
-    tokenizer = load_tokenizer(policy_folder.path)
-    policy = load_policy(policy_folder.path)
-    # Layers and vocabulary that cannot be are found here, not after the answers have been sampled.
-    Eagle3Config.for_policy(policy.config, draft.aux_layers, draft.vocab_size)
-    sampling = make_sampling(recipe.sampling, policy, tokenizer)
-    prompts = load_prompts(recipe.data, tokenizer, prompt_style(recipe.policy, tokenizer))
-    requests = _answer_requests(prompts.train, draft)
-    data_key = digest_of([request.prompt.token_ids for request in requests])
-
-    def build(folder: Path) -> None:
-        progress.status(f"Sampling {len(requests)} answers for the draft to learn from")
-        sampler = reference.ReferenceEngine(policy, max_num_seqs=recipe.engine.max_num_seqs)
-        completions = sampler.generate(requests, sampling).completions
-        answers = [
-            Answer((*request.prompt.token_ids, *completion.token_ids), len(request.prompt.token_ids))
-            for request, completion in zip(requests, completions, strict=True)
-        ]
-        report = _throttled(progress)
-        head, figures = train_eagle3(
-            policy, answers, draft, sampling, lambda done, total, loss: report(f"draft, loss {loss:.3f}", done / total)
-        )
-        head.export(folder)
-        progress.status(
-            f"Draft trained: predicted acceptance length {figures.acceptance.alpha:.2f} at k = {draft.num_draft_tokens}"
-        )
-
-    return build_once(cache, f"eagle3-{content_key(draft, policy_folder.hash, data_key, sampling)}", build)
-
-
-def _answer_requests(prompts: Sequence[Prompt], draft: Eagle3Draft) -> list[Request]:
-    """`draft.num_answers` requests; answers to one prompt next to each other, so that the last ones can be held out."""
-    per_prompt = -(-draft.num_answers // len(prompts))
-    pairs = [(prompt, sample) for prompt in prompts for sample in range(per_prompt)][: draft.num_answers]
-    return [Request(p, sample, request_seed(draft.seed, ANSWERS_STEP, p.id, sample, 0)) for p, sample in pairs]
+            return None
 
 
 def _build_engine(
-    recipe: Recipe, policy_folder: Path, draft_folder: Path | None, head: Eagle3Head | None, max_model_len: int
+    recipe: Recipe,
+    policy_folder: Path,
+    draft_folder: Path | None,
+    head: Eagle3Head | None,
+    history: HistoryIndex | None,
+    max_model_len: int,
 ) -> RolloutEngine:
     match recipe.engine:
         case ReferenceEngine() as config:
             policy = load_policy(policy_folder, _DTYPES[config.dtype])
-            drafter, num_draft_tokens = _build_drafter(recipe, head, policy)
+            drafter, num_draft_tokens = _build_drafter(recipe, head, history, policy)
             return reference.ReferenceEngine(
                 policy,
                 drafter,
                 num_draft_tokens=num_draft_tokens,
                 max_num_seqs=config.max_num_seqs,
                 max_model_len=max_model_len,
-                versions=Versions(policy=0, draft=-1 if head is None else 0),
+                versions=Versions(policy=0, draft=-1 if head is None and not isinstance(drafter, MtpDrafter) else 0),
             )
         case VllmEngine() as config:
             from paceline.engine.vllm import engine as vllm
@@ -240,34 +211,59 @@ def _build_engine(
                 draft_folder=draft_folder,
                 max_model_len=max_model_len,
                 seed=recipe.run.seed,
+                history_index=history,
             )
         case _:
             assert_never(recipe.engine)
 
 
-def _build_drafter(recipe: Recipe, head: Eagle3Head | None, policy: PreTrainedModel) -> tuple[Drafter | None, int]:
+def _build_drafter(
+    recipe: Recipe, head: Eagle3Head | None, history: HistoryIndex | None, policy: PreTrainedModel
+) -> tuple[Drafter | None, int]:
     match recipe.draft:
         case NoDraft():
             return None, 0
         case NgramDraft() as draft:
             return NgramDrafter(draft.min_ngram, draft.max_ngram), draft.num_draft_tokens
+        case HistoryDraft() as draft:
+            return None if history is None else HistoryDrafter(history), draft.num_draft_tokens
         case Eagle3Draft() as draft:
-            return None if head is None else Eagle3Drafter(head, policy), draft.num_draft_tokens
+            # A copy: the trainer goes on with the head, and the engine must keep what was published.
+            return None if head is None else Eagle3Drafter(copy.deepcopy(head), policy), draft.num_draft_tokens
+        case MtpDraft() as draft:
+            return None if draft.num_draft_tokens == 0 else MtpDrafter(policy), draft.num_draft_tokens
         case _:
             assert_never(recipe.draft)
 
 
+def _online_draft(
+    recipe: Recipe, head: Eagle3Head | None, policy: PreTrainedModel, sampling: Sampling
+) -> OnlineDraft | None:
+    """The trainer's copy of the draft; None for a method without weights, and without speculation."""
+    seed = draft_seed(recipe.run.seed)
+    match recipe.draft:
+        case Eagle3Draft() as draft if head is not None:
+            return OnlineEagle3(
+                head,
+                policy,
+                draft,
+                depth=draft.depth,
+                num_draft_tokens=draft.num_draft_tokens,
+                sampling=sampling,
+                seed=seed,
+            )
+        case MtpDraft() as draft if draft.num_draft_tokens > 0:
+            return OnlineDraft(
+                MtpHead(policy),
+                policy,
+                draft,
+                depth=draft.depth,
+                num_draft_tokens=draft.num_draft_tokens,
+                sampling=sampling,
+                seed=seed,
+            )
+        case _:
+            return None
+
+
 _DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
-
-
-def _throttled(progress: RunProgress) -> Callable[[str, float], None]:
-    """A (what, fraction) callback that says something at every tenth."""
-    said: dict[str, int] = {}
-
-    def report(what: str, done: float) -> None:
-        key = what.partition(",")[0]
-        if said.get(key, -1) < int(done * 10):
-            said[key] = int(done * 10)
-            progress.status(f"{what}: {done:.0%}")
-
-    return report

@@ -5,15 +5,17 @@ T response tokens of one completion, N tokens or drafts in all, V vocabulary.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 
+from paceline.errors import EngineError
 from paceline.spec.certificate import Certificate, TokenScores, score_acceptance, score_tokens
 from paceline.spec.sampling import policy_log_probs
 from paceline.train.logprobs import Sample
-from paceline.train.policy import PolicyTrainer
+from paceline.train.policy import ForwardReader, PolicyTrainer
 from paceline.types import Completion, Sampling
 
 _ROWS = 256
@@ -63,6 +65,31 @@ def draft_verdicts(completion: Completion) -> list[DraftVerdict]:
     return found
 
 
+def stops_passed(completions: Sequence[Completion], sampling: Sampling) -> Counter[int]:
+    """Responses that go on behind a stop token, counted by the slot of the first one. Empty for a right engine.
+
+    The tokens behind it may well follow the policy: the certificate does not see them.
+    """
+    stops, passed = set(sampling.stop_token_ids), Counter[int]()
+    for completion in completions:
+        inside = completion.token_ids[:-1]
+        first = next((place for place, token in enumerate(inside) if token in stops), None)
+        if first is not None:
+            passed[completion.slots()[first]] += 1
+    return passed
+
+
+def check_ends(completions: Sequence[Completion], sampling: Sampling) -> None:
+    """Raises `EngineError` when a response goes on behind a stop token."""
+    passed = stops_passed(completions, sampling)
+    if passed:
+        raise EngineError(
+            f"{passed.total()} of {len(completions)} responses go on behind a stop token, which stood at the slots "
+            f"{sorted(passed)} of its block (-1: a step without a draft): the engine did not end them there, and their "
+            'rewards would be those of other texts. Set draft.method = "none", or repair the engine.'
+        )
+
+
 def score_rollouts(
     trainer: PolicyTrainer,
     samples: Sequence[Sample],
@@ -71,6 +98,7 @@ def score_rollouts(
     noise: torch.Generator,
     *,
     locate: bool = False,
+    reader: ForwardReader | None = None,
 ) -> RolloutScores:
     """Score every sampled token with the trainer's policy.
 
@@ -80,14 +108,15 @@ def score_rollouts(
         noise: breaks the ties of the ranks; never the generator that sampled.
         locate: also judge each tested draft and each recovered token, which costs a second look at their rows. Right
             for deterministic drafts only, which all of ours are: a block does not hold the probabilities of others.
+        reader: watches the forward passes, under the numbers of `samples`.
     """
     logprobs: dict[int, torch.Tensor] = {}
     scores: dict[int, TokenScores] = {}
     certificate, recovered = Certificate(), Certificate()
-    for scored in trainer.score(samples):
+    for scored in trainer.score(samples, reader):
         ids_T = torch.tensor(samples[scored.index].response_ids, device=scored.logits.device)
         uniforms_T = torch.rand(len(ids_T), generator=noise, dtype=torch.float64)
-        scores[scored.index] = score_tokens(scored.logits, ids_T, trainer.sampling, uniforms_T)
+        scores[scored.index] = score_tokens(scored.logits, ids_T, trainer.sampling, uniforms_T, in_order=True)
         logprobs[scored.index] = scored.logprobs
         if locate:
             _locate(completions[scored.index], scored.logits, trainer.sampling, noise, certificate, recovered)
@@ -135,11 +164,4 @@ def _locate(
 
 
 def _concatenate(scores: Sequence[TokenScores]) -> TokenScores:
-    return TokenScores(
-        surprisal_N=torch.cat([part.surprisal_N for part in scores]),
-        entropy_N=torch.cat([part.entropy_N for part in scores]),
-        variance_N=torch.cat([part.variance_N for part in scores]),
-        rank_N=torch.cat([part.rank_N for part in scores]),
-        log_mgf_NL=torch.cat([part.log_mgf_NL for part in scores]),
-        inside_N=torch.cat([part.inside_N for part in scores]),
-    )
+    return TokenScores(*(torch.cat([getattr(part, field.name) for part in scores]) for field in fields(TokenScores)))

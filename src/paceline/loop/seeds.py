@@ -24,6 +24,11 @@ def rank_noise_seed(run_seed: int, step: int) -> int:
     return _hash("rank", run_seed, step)
 
 
+def draft_seed(run_seed: int) -> int:
+    """Seed of the choice of what the draft learns from during RL."""
+    return _hash("draft", run_seed)
+
+
 def _hash(*parts: str | int) -> int:
     # repr separates the parts: ("a", 11) and ("a1", 1) differ.
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -28,21 +28,17 @@ from typing import Any, Literal, Protocol
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import nn
 from torch.nn import functional
 from transformers import LlamaConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from paceline.errors import ModelError
+from paceline.models.eagle3_formats import AUX_LAYERS, CONFIG_FILE, CONVENTION, WEIGHTS_FILE, read_draft_ids, read_head
 
-CONFIG_FILE = "config.json"
-WEIGHTS_FILE = "model.safetensors"
 MIN_HEADS, MIN_INTERMEDIATE_SIZE = 4, 256
 """A head does in one layer what the policy does in all of its own, for which two heads of a tiny policy are too few."""
-_LAYER_PREFIXES = ("midlayer.", "layers.0.")
-"""The decoder layer's name in the EAGLE / SpecForge layout, and in the speculators layout."""
 
 
 def default_aux_layers(num_layers: int) -> tuple[int, int, int]:
@@ -165,7 +161,7 @@ class AuxCapture:
 
 
 class Eagle3Config(BaseModel):
-    """What config.json of a head says, in vLLM's names. Unsupported variants are refused by their value.
+    """What config.json of a head says, flat and in vLLM's names. Unsupported variants are refused by their value.
 
     Keys that the head does not depend on (token ids, dtype, ...) are ignored.
     """
@@ -202,23 +198,6 @@ class Eagle3Config(BaseModel):
     norm_output: Literal[False] = False
     use_aux_hidden_state: Literal[True] = True
 
-    @model_validator(mode="before")
-    @classmethod
-    def _layouts(cls, data: Any) -> Any:
-        """Published heads nest the EAGLE keys, leave out defaults, and write RoPE in the older flat form."""
-        if not isinstance(data, dict):
-            return data
-        data = {**data, **(data.get("eagle_config") or {})}
-        for key, default_key in (("draft_vocab_size", "vocab_size"), ("num_key_value_heads", "num_attention_heads")):
-            if data.get(key) is None and default_key in data:
-                data[key] = data[default_key]
-        if data.get("head_dim") is None and {"hidden_size", "num_attention_heads"} <= data.keys():
-            data["head_dim"] = data["hidden_size"] // data["num_attention_heads"]
-        if data.get("rope_parameters") is None:
-            scaling = data.get("rope_scaling") or {"rope_type": "default"}
-            data["rope_parameters"] = {"rope_theta": data.get("rope_theta", 10000.0), **scaling}
-        return data
-
     @model_validator(mode="after")
     def _across(self) -> Eagle3Config:
         if self.num_attention_heads % self.num_key_value_heads:
@@ -249,7 +228,7 @@ class Eagle3Config(BaseModel):
             intermediate_size=max(policy.intermediate_size, MIN_INTERMEDIATE_SIZE),
             num_attention_heads=policy.num_attention_heads * math.ceil(MIN_HEADS / policy.num_attention_heads),
             num_key_value_heads=policy.num_key_value_heads,
-            head_dim=policy.head_dim,
+            head_dim=getattr(policy, "head_dim", None) or policy.hidden_size // policy.num_attention_heads,
             vocab_size=policy.vocab_size,
             draft_vocab_size=policy.vocab_size if draft_vocab_size is None else draft_vocab_size,
             aux_layers=check_aux_layers(aux_layers, num_layers),
@@ -262,7 +241,7 @@ class Eagle3Config(BaseModel):
     def to_json(self) -> str:
         """config.json as vLLM reads it for `method: eagle3`."""
         fields = self.model_dump(exclude={"aux_layers", "use_aux_hidden_state"})
-        eagle = {"eagle_aux_hidden_state_layer_ids": list(self.aux_layers), "use_aux_hidden_state": True}
+        eagle = {AUX_LAYERS: list(self.aux_layers), CONVENTION: "input", "use_aux_hidden_state": True}
         return json.dumps(
             {
                 "architectures": ["LlamaForCausalLMEagle3"],
@@ -316,21 +295,27 @@ class ChainMemory:
 
     The first call is depth 0, plain causal attention. In call j the query of root t sees the depth-0 keys 0..t and, of
     the calls 1..j, only the key at its own root: exactly what the engine's cache holds when it drafts from root t.
-    Sequences are padded on the right, so that causality alone keeps padding out.
+    Sequences are padded on the right, so that causality alone keeps padding out. With `documents` [B, T], numbers of
+    the answers that share a row, a root sees the depth-0 keys of its own answer alone.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, documents: torch.Tensor | None = None) -> None:
+        self._documents = documents
         self._keys: list[torch.Tensor] = []
         self._values: list[torch.Tensor] = []
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         self._keys.append(key)
         self._values.append(value)
-        if len(self._keys) == 1:
-            return functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         num_roots = query.shape[2]
-        query = query * query.shape[-1] ** -0.5
         unseen = torch.ones(num_roots, num_roots, dtype=torch.bool, device=query.device).triu(1)
+        if self._documents is not None:
+            unseen = (unseen | (self._documents.unsqueeze(2) != self._documents.unsqueeze(1))).unsqueeze(1)
+        if len(self._keys) == 1:
+            if self._documents is None:
+                return functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+            return functional.scaled_dot_product_attention(query, key, value, attn_mask=~unseen)
+        query = query * query.shape[-1] ** -0.5
         prefix = (query @ self._keys[0].transpose(2, 3)).masked_fill(unseen, -torch.inf)
         chain_keys = torch.stack(self._keys[1:], dim=3)  # [B, N, T, j, D]
         chain_values = torch.stack(self._values[1:], dim=3)
@@ -338,6 +323,38 @@ class ChainMemory:
         weights = torch.cat([prefix, chain], dim=-1).softmax(-1)
         to_prefix, to_chain = weights.split([num_roots, chain.shape[-1]], dim=-1)
         return to_prefix @ self._values[0] + (to_chain.unsqueeze(-2) @ chain_values).squeeze(-2)
+
+
+class DraftHead(Protocol):
+    """What drafting, training and prediction ask of a head: this module's, or a policy's own (`models.mtp`)."""
+
+    @property
+    def aux_layers(self) -> tuple[int, ...]:
+        """Layers whose input residual stream `project` takes."""
+        ...
+
+    @property
+    def draft_ids(self) -> torch.Tensor:
+        """[W] the policy's id of each draft id."""
+        ...
+
+    def __call__(
+        self, hidden: torch.Tensor, embeds: torch.Tensor, positions: torch.Tensor, memory: Memory
+    ) -> torch.Tensor:
+        """One depth; see `Eagle3Head.forward`."""
+        ...
+
+    def project(self, aux: torch.Tensor) -> torch.Tensor:
+        """[B, T, A * H] auxiliary hidden states -> [B, T, H], the `hidden` of depth 0."""
+        ...
+
+    def logits(self, outputs: torch.Tensor) -> torch.Tensor:
+        """[..., H] outputs of a depth -> [..., W]."""
+        ...
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """What training the head may change."""
+        ...
 
 
 class _Attention(nn.Module):
@@ -415,6 +432,10 @@ class Eagle3Head(nn.Module):
         self.register_buffer("draft_ids", draft_ids.long().clone())
         self._rotary = LlamaRotaryEmbedding(config.llama())
 
+    @property
+    def aux_layers(self) -> tuple[int, ...]:
+        return self.config.aux_layers
+
     @classmethod
     def initialize(
         cls, config: Eagle3Config, policy: PreTrainedModel, draft_ids: torch.Tensor | None, generator: torch.Generator
@@ -458,34 +479,11 @@ class Eagle3Head(nn.Module):
         """[..., H] outputs of `forward` -> [..., W] logits over the draft vocabulary."""
         return self.lm_head(self.norm(outputs))
 
-    @torch.no_grad()
     def draft(
         self, policy: PreTrainedModel, aux: torch.Tensor, token_ids: torch.Tensor, num_draft_tokens: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Greedy draft of one sequence, step by step with a key-value cache, as an engine does it.
-
-        Args:
-            policy: its embedding is read.
-            aux: [n - 1, A * H], the policy's auxiliary hidden states of positions 0..n-2.
-            token_ids: [n] long, prompt and response so far; the last one has not been through the policy.
-            num_draft_tokens: K.
-
-        Returns:
-            The drafted ids [K] (policy ids) and their logits [K, W].
-        """
-        cache = KeyValueCache()
-        last = token_ids.shape[0] - 2
-        positions = torch.arange(last + 1, device=aux.device)
-        outputs = self(self.project(aux[None]), embed(policy, token_ids[None, 1:]), positions, cache)[:, -1:]
-        ids, logits = [], []
-        for depth in range(num_draft_tokens):
-            if depth > 0:
-                outputs = self(outputs, embed(policy, ids[-1][None, None]), positions[-1:] + depth, cache)
-            logits.append(self.logits(outputs)[0, 0])
-            ids.append(self.draft_ids[logits[-1].argmax()])
-        if not ids:
-            return token_ids.new_empty(0), aux.new_empty(0, self.config.draft_vocab_size)
-        return torch.stack(ids), torch.stack(logits)
+        """See `greedy_draft`."""
+        return greedy_draft(self, policy, aux, token_ids, num_draft_tokens)
 
     def export_state(self) -> dict[str, torch.Tensor]:
         """Copies of all tensors under the names that vLLM's loader takes: the weights, and `d2t` if W < V.
@@ -510,48 +508,103 @@ class Eagle3Head(nn.Module):
         (folder / CONFIG_FILE).write_text(self.config.to_json() + "\n")
 
     @classmethod
-    def load(cls, folder: Path, policy: PreTrainedConfig, num_positions: int) -> Eagle3Head:
-        """Read a head and check it against the policy; float32, on the CPU.
+    def load(
+        cls,
+        folder: Path,
+        policy: PreTrainedConfig,
+        num_positions: int,
+        *,
+        key: str = "draft.path",
+        embedding: torch.Tensor | None = None,
+    ) -> Eagle3Head:
+        """Read a head in any layout of `models.eagle3_formats` and check it against the policy; float32, on the CPU.
 
         Args:
-            folder: holds config.json and model.safetensors.
+            folder: holds config.json and the weights.
             policy: the config of the policy that it is to draft for.
             num_positions: prompt and response limit together; a shorter RoPE range is refused, because an engine
                 that gathers past its table drafts nonsense without a word.
+            key: of the recipe, for messages.
+            embedding: [V, H] the policy's input embedding. A copy that the head brings along must equal it, and is then
+                left out; None: a copy is refused.
 
         Raises:
-            ModelError: names `draft.path` and what is missing, extra, of another shape, or does not fit.
+            ModelError: names `key` and what is missing, extra, of another shape, or does not fit.
         """
-        config = _read_config(folder, policy)
+        stored = read_head(folder, policy.num_hidden_layers, key)
+        config = _checked_config(stored.config, folder, policy, key)
         if config.max_position_embeddings < num_positions:
             raise ModelError(
-                f"draft.path: the head in {folder} has RoPE positions up to {config.max_position_embeddings}, but "
-                f"prompt and response may reach {num_positions} tokens. Lower sampling.max_tokens or "
-                "data.max_prompt_tokens, or use a head trained for longer sequences."
+                f"{key}: the head in {folder} has RoPE positions up to {config.max_position_embeddings} "
+                f"(max_position_embeddings), but prompt and response may reach {num_positions} tokens. Lower "
+                "sampling.max_tokens or data.max_prompt_tokens, use a head trained for longer sequences, or, if this "
+                "one was, raise the number in its config.json."
             )
-        tensors = _read_tensors(folder)
-        draft_ids = _read_draft_ids(folder, config, tensors)
+        draft_ids = read_draft_ids(
+            stored.d2t, stored.t2d, config.draft_vocab_size, config.vocab_size, f"{key}: the head in {folder}"
+        )
         with torch.random.fork_rng(devices=[]):
             head = cls(config, draft_ids)
-        expected = {name: tuple(parameter.shape) for name, parameter in head.named_parameters()}
-        found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        for name in [*expected, *found]:
-            if name not in found:
-                raise ModelError(f"draft.path: {folder} lacks the tensor {name}. Export the head again.")
-            if name not in expected:
-                raise ModelError(
-                    f"draft.path: {folder} has an extra tensor {name} that this head has no place for; it is of "
-                    "another architecture, or holds parts of the policy."
-                )
-            if found[name] != expected[name]:
-                raise ModelError(
-                    f"draft.path: {name} in {folder} has shape {list(found[name])}, its config.json asks for "
-                    f"{list(expected[name])}."
-                )
-            if not bool(tensors[name].isfinite().all()):
-                raise ModelError(f"draft.path: {name} in {folder} holds values that are not finite.")
-        head.load_state_dict(tensors, strict=False)
+        _check_embedding(stored.embedding, embedding, folder, key)
+        _check_tensors(head, stored.tensors, folder, key)
+        head.load_state_dict(dict(stored.tensors), strict=False)
         return head
+
+
+def _checked_config(stored: Mapping[str, Any], folder: Path, policy: PreTrainedConfig, key: str) -> Eagle3Config:
+    path = folder / CONFIG_FILE
+    try:
+        config = Eagle3Config.model_validate(stored)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(str(part) for part in first["loc"]) or "the file"
+        raise ModelError(
+            f"{key}: {path}: {place}: {first['msg']}. It is not an EAGLE-3 head of one Llama layer that paceline can "
+            "run."
+        ) from error
+    for name in ("hidden_size", "vocab_size"):
+        ours, theirs = getattr(config, name), getattr(policy, name)
+        if ours != theirs:
+            raise ModelError(
+                f"{key}: the head in {folder} has {name} {ours}, the policy has {theirs}. Use a head that was "
+                f"trained for this policy, or leave {key} out to train one."
+            )
+    aux_layers = config.aux_layers or default_aux_layers(policy.num_hidden_layers)
+    check_aux_layers(aux_layers, policy.num_hidden_layers, key=f"{key}: aux layers in {path}")
+    return config.model_copy(update={"aux_layers": aux_layers})
+
+
+def _check_embedding(stored: torch.Tensor | None, embedding: torch.Tensor | None, folder: Path, key: str) -> None:
+    if stored is None:
+        return
+    if embedding is None or stored.shape != embedding.shape or not torch.equal(stored, embedding.detach().to(stored)):
+        raise ModelError(
+            f"{key}: {folder} has an embedding of its own (embed_tokens.weight) that is not known to be the policy's, "
+            "which is what paceline drafts with. Use a head that was trained with the policy's embedding."
+        )
+
+
+def _check_tensors(head: Eagle3Head, tensors: Mapping[str, torch.Tensor], folder: Path, key: str) -> None:
+    expected = {name: tuple(parameter.shape) for name, parameter in head.named_parameters()}
+    found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    for name in [*expected, *found]:
+        if name not in found:
+            raise ModelError(f"{key}: {folder} lacks the tensor {name}. Export the head again.")
+        if name not in expected:
+            raise ModelError(
+                f"{key}: {folder} has an extra tensor {name} that this head has no place for; it is of "
+                "another architecture, or holds parts of the policy."
+            )
+        if found[name] != expected[name]:
+            remedy = ""
+            if name == "fc.weight":
+                remedy = f" It names {len(head.aux_layers)} aux layers, each {head.config.hidden_size} wide."
+            raise ModelError(
+                f"{key}: {name} in {folder} has shape {list(found[name])}, its config.json asks for "
+                f"{list(expected[name])}.{remedy}"
+            )
+        if not bool(tensors[name].isfinite().all()):
+            raise ModelError(f"{key}: {name} in {folder} holds values that are not finite.")
 
 
 def _check_draft_ids(draft_ids: torch.Tensor, config: Eagle3Config) -> None:
@@ -577,79 +630,35 @@ def _check_draft_ids(draft_ids: torch.Tensor, config: Eagle3Config) -> None:
         )
 
 
-def _read_config(folder: Path, policy: PreTrainedConfig) -> Eagle3Config:
-    path = folder / CONFIG_FILE
-    if not path.is_file():
-        raise ModelError(f"draft.path: {folder} has no {CONFIG_FILE}. Give the folder of an exported EAGLE-3 head.")
-    try:
-        config = Eagle3Config.model_validate(json.loads(path.read_text()))
-    except json.JSONDecodeError as error:
-        raise ModelError(f"draft.path: {path} is not JSON ({error}).") from error
-    except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(str(part) for part in first["loc"]) or "the file"
-        raise ModelError(
-            f"draft.path: {path}: {place}: {first['msg']}. It is not an EAGLE-3 head of one Llama layer that paceline "
-            "can run."
-        ) from error
-    for name in ("hidden_size", "vocab_size"):
-        ours, theirs = getattr(config, name), getattr(policy, name)
-        if ours != theirs:
-            raise ModelError(
-                f"draft.path: the head in {folder} has {name} {ours}, the policy has {theirs}. Use a head that was "
-                "trained for this policy, or leave draft.path out to train one."
-            )
-    aux_layers = config.aux_layers or default_aux_layers(policy.num_hidden_layers)
-    check_aux_layers(aux_layers, policy.num_hidden_layers, key=f"draft.path: aux layers in {path}")
-    return config.model_copy(update={"aux_layers": aux_layers})
+@torch.no_grad()
+def greedy_draft(
+    head: DraftHead, policy: PreTrainedModel, aux: torch.Tensor, token_ids: torch.Tensor, num_draft_tokens: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Greedy draft of one sequence, step by step with a key-value cache, as an engine does it.
 
+    Args:
+        head: proposes.
+        policy: its embedding is read.
+        aux: [n - 1, A * H], the policy's auxiliary hidden states of positions 0..n-2.
+        token_ids: [n] long, prompt and response so far; the last one has not been through the policy.
+        num_draft_tokens: K.
 
-def _read_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """Tensors under our names; number types as stored."""
-    path = folder / WEIGHTS_FILE
-    if not path.is_file():
-        raise ModelError(f"draft.path: {folder} has no {WEIGHTS_FILE}. Give the folder of an exported EAGLE-3 head.")
-    try:
-        stored = load_file(path)
-    except SafetensorError as error:
-        raise ModelError(f"draft.path: {path} cannot be read ({error}). Export the head again.") from error
-    tensors = {}
-    for name, tensor in stored.items():
-        for prefix in _LAYER_PREFIXES:
-            if name.startswith(prefix):
-                name = _LAYER_PREFIXES[0] + name.removeprefix(prefix)
-        tensors[name] = tensor
-    return tensors
-
-
-def _read_draft_ids(folder: Path, config: Eagle3Config, tensors: dict[str, torch.Tensor]) -> torch.Tensor | None:
-    """The table [W], taken out of `tensors`; None for a full vocabulary."""
-    offsets, drafted = tensors.pop("d2t", None), tensors.pop("t2d", None)
-    if config.draft_vocab_size == config.vocab_size:
-        if offsets is not None:
-            raise ModelError(
-                f"draft.path: {folder} has a table d2t, but its draft_vocab_size is the whole vocabulary; vLLM refuses "
-                "such a head. Remove d2t and t2d."
-            )
-        return None
-    if offsets is None:
-        raise ModelError(
-            f"draft.path: {folder} drafts {config.draft_vocab_size} of {config.vocab_size} tokens and has no table d2t "
-            "that says which; every draft would be another token. Export the head with its d2t."
-        )
-    if offsets.shape != (config.draft_vocab_size,) or offsets.is_floating_point():
-        raise ModelError(
-            f"draft.path: d2t in {folder} is {offsets.dtype} {list(offsets.shape)}; it must be "
-            f"{config.draft_vocab_size} whole numbers."
-        )
-    draft_ids = offsets + torch.arange(config.draft_vocab_size)
-    try:
-        _check_draft_ids(draft_ids, config)
-    except ModelError as error:
-        raise ModelError(f"draft.path: d2t in {folder}: {error}") from error
-    if drafted is not None and not torch.equal(drafted.nonzero().flatten(), draft_ids.sort().values):
-        raise ModelError(f"draft.path: t2d and d2t in {folder} name different tokens. Export the head again.")
-    return draft_ids
+    Returns:
+        The drafted ids [K] (policy ids) and their logits [K, W].
+    """
+    if num_draft_tokens == 0 or len(aux) == 0:  # before the second token there is no root to draft from
+        return token_ids.new_empty(0), aux.new_empty(0, len(head.draft_ids))
+    cache = KeyValueCache()
+    last = token_ids.shape[0] - 2
+    positions = torch.arange(last + 1, device=aux.device)
+    outputs = head(head.project(aux[None]), embed(policy, token_ids[None, 1:]), positions, cache)[:, -1:]
+    ids, logits = [], []
+    for depth in range(num_draft_tokens):
+        if depth > 0:
+            outputs = head(outputs, embed(policy, ids[-1][None, None]), positions[-1:] + depth, cache)
+        logits.append(head.logits(outputs)[0, 0])
+        ids.append(head.draft_ids[logits[-1].argmax()])
+    return torch.stack(ids), torch.stack(logits)
 
 
 def embed(policy: PreTrainedModel, token_ids: torch.Tensor) -> torch.Tensor:

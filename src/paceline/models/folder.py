@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, assert_never
+from typing import Any, Literal, assert_never
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from paceline.config.run import FolderPolicy, Policy, SmolLM2Policy, TinyPolicy
 from paceline.errors import ModelError
 from paceline.models.cache import Progress, cache_root, digest_of, file_checksums, no_progress
+from paceline.models.mimo import MiMoForCausalLM, is_mimo
 from paceline.models.smollm2 import cached_smollm2
 from paceline.models.tiny import cached_tiny
 
@@ -46,7 +47,8 @@ def resolve_policy(config: Policy, cache: Path | None = None, progress: Progress
     match config:
         case TinyPolicy():
             path = cached_tiny(config, root, progress)
-            label = f"tiny ({config.num_layers} layers x {config.hidden_size})"
+            heads = ", MTP" if config.num_mtp_layers else ""
+            label = f"tiny ({config.num_layers} layers x {config.hidden_size}{heads})"
         case SmolLM2Policy():
             path = cached_smollm2(root, progress)
             label = "SmolLM2-135M-Instruct (dequantised from Q4_1)"
@@ -90,19 +92,36 @@ def check_folder(folder: Path) -> None:
 
 
 def load_policy(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """The policy for training: attention by torch's own kernel, no dropout, no KV cache.
+    """The policy for training, with its MTP layer if it has one: torch's own attention kernel, no dropout, no KV cache.
 
-    Raises `ModelError` when transformers cannot build it.
+    Raises `ModelError` when transformers cannot build it, and for a tensor that is missing (it would be random) or has
+    no place in the model (it would be dropped, and missing from every publish).
     """
     try:
-        return AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, attn_implementation="sdpa", local_files_only=True, trust_remote_code=False
+        kind: Any = MiMoForCausalLM if is_mimo(folder) else AutoModelForCausalLM
+        policy, loaded = kind.from_pretrained(
+            folder,
+            dtype=dtype,
+            attn_implementation="sdpa",
+            local_files_only=True,
+            trust_remote_code=False,
+            output_loading_info=True,
         )
+    except ModelError:
+        raise
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise ModelError(
             f"policy.path: transformers cannot load {folder} ({error}). Check that its weights and config.json "
             "belong together"
         ) from error
+    for name in sorted(loaded["missing_keys"]):
+        raise ModelError(f"policy.path: {folder} lacks the tensor {name} that its config.json asks for. Copy it again")
+    for name in sorted(loaded["unexpected_keys"]):
+        raise ModelError(
+            f"policy.path: {folder} has a tensor {name} that {type(policy).__name__} has no place for; it would be "
+            "dropped. Correct architectures in its config.json, or save the model again with save_pretrained"
+        )
+    return policy
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:

@@ -10,7 +10,11 @@ Supervision sets how often each is chosen (`chain_share`), and so where the mean
 in minutes, but it can elicit the better of two ways that are both there. Short steps over few symbols are what such
 a small model learns quickly; the number of steps spreads the lengths of the answers.
 
-The content hash of the cached folder covers this file: whatever changes the weights stands here.
+With `num_mtp_layers` it is a MiMo-style policy: Qwen2 of the same size, taught in the same steps, and an MTP layer that
+learns beside it from its hidden states, detached: the trunk is bit-equal with and without what the layer learns.
+
+The content hash of the cached folder covers this file (and that of the MTP layer): whatever changes the weights stands
+there.
 """
 
 from __future__ import annotations
@@ -26,11 +30,21 @@ from typing import Any, cast
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch.nn import functional
-from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from paceline.config.run import TinyPolicy
 from paceline.errors import ConfigError
+from paceline.models import mtp
 from paceline.models.cache import Progress, build_once, digest_of, no_progress
+from paceline.models.eagle3 import AuxCapture, ChainMemory, embed
+from paceline.models.mimo import MiMoForCausalLM, trunk_parameters
 
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
 SYMBOLS = (PAD, EOS, UNKNOWN, *"0123456789+-=;:Answer")
@@ -45,6 +59,8 @@ MUON_LR, ADAMW_LR = 0.05, 0.006
 WARMUP_STEPS = 30
 CHAINS_ONLY = 0.8
 """Fraction of the steps that see chains alone. Guesses are learned at once, so they come last and cost little."""
+MTP_DEPTH, MTP_DEPTH_WEIGHT = 3, 0.8
+"""Steps of its own that an MTP layer is trained on, and how much less each further one counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +85,8 @@ class TinyReport:
     """Response tokens, the end token included."""
     loss: float
     """Mean of the last 20 steps (nats per response token)."""
+    mtp_loss: float | None
+    """The same of the MTP layer (nats per response token and depth, weighted); None without one."""
     seconds: float
     """Wall clock of the training."""
 
@@ -105,24 +123,24 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def make_model(config: TinyPolicy) -> Qwen3ForCausalLM:
+def make_model(config: TinyPolicy) -> PreTrainedModel:
     """The untrained policy, float32, initialised from torch's global generator."""
-    return Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=len(SYMBOLS),
-            hidden_size=config.hidden_size,
-            intermediate_size=2 * config.hidden_size,
-            num_hidden_layers=config.num_layers,
-            num_attention_heads=config.hidden_size // HEAD_DIM,
-            num_key_value_heads=1,
-            head_dim=HEAD_DIM,
-            tie_word_embeddings=True,
-            max_position_embeddings=MAX_POSITIONS,
-            bos_token_id=None,
-            eos_token_id=SYMBOLS.index(EOS),
-            pad_token_id=SYMBOLS.index(PAD),
-        )
-    )
+    shape: dict[str, Any] = {
+        "vocab_size": len(SYMBOLS),
+        "hidden_size": config.hidden_size,
+        "intermediate_size": 2 * config.hidden_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.hidden_size // HEAD_DIM,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": MAX_POSITIONS,
+        "bos_token_id": None,
+        "eos_token_id": SYMBOLS.index(EOS),
+        "pad_token_id": SYMBOLS.index(PAD),
+    }
+    if config.num_mtp_layers:
+        shape["num_nextn_predict_layers"] = config.num_mtp_layers
+        return MiMoForCausalLM(Qwen2Config(**shape, tie_word_embeddings=False))
+    return Qwen3ForCausalLM(Qwen3Config(**shape, head_dim=HEAD_DIM, tie_word_embeddings=True))
 
 
 def train_tiny(config: TinyPolicy, folder: Path, progress: Progress = no_progress) -> TinyReport:
@@ -140,9 +158,9 @@ def train_tiny(config: TinyPolicy, folder: Path, progress: Progress = no_progres
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         model = make_model(config)
-        loss = _fit(model, config, progress)
+        loss, mtp_loss = _fit(model, config, progress)
         seconds = time.perf_counter() - started
-        report = _measure(model, config.seed, loss, seconds)
+        report = _measure(model, config.seed, loss, mtp_loss, seconds)
     model.generation_config = GenerationConfig(
         eos_token_id=SYMBOLS.index(EOS), pad_token_id=SYMBOLS.index(PAD), bos_token_id=None
     )
@@ -158,6 +176,8 @@ def cached_tiny(config: TinyPolicy, root: Path, progress: Progress = no_progress
     Raises `ConfigError` as `train_tiny` does and `ModelError` when the cache cannot be written.
     """
     content = {"recipe": Path(__file__).read_text(), "config": config.model_dump(mode="json")}
+    if config.num_mtp_layers:
+        content["layer"] = Path(mtp.__file__).read_text()
 
     def build(folder: Path) -> None:
         train_tiny(config, folder, progress)
@@ -169,11 +189,15 @@ def _sign(sign: int) -> str:
     return "+" if sign > 0 else "-"
 
 
-def _fit(model: Qwen3ForCausalLM, config: TinyPolicy, progress: Progress) -> float:
-    """Supervised training in place; the mean loss of the last 20 steps (nats per response token)."""
+def _fit(model: PreTrainedModel, config: TinyPolicy, progress: Progress) -> tuple[float, float | None]:
+    """Supervised training in place; mean losses of the last 20 steps: the policy's, and its MTP layer's or None."""
     # Muon for the matrices of the layers, AdamW for the rest: the budget is minutes, and Muon needs fewer steps.
-    layers = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed_tokens" not in name]
-    others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed_tokens" in name]
+    is_layer = {
+        name: p.ndim == 2 and "embed_tokens" not in name and "lm_head" not in name
+        for name, p in model.named_parameters()
+    }
+    layers = [p for name, p in model.named_parameters() if is_layer[name]]
+    others = [p for name, p in model.named_parameters() if not is_layer[name]]
     optimizers: list[torch.optim.Optimizer] = [
         torch.optim.Muon(layers, lr=MUON_LR, weight_decay=0.0, momentum=0.95),
         torch.optim.AdamW(others, lr=ADAMW_LR, betas=(0.9, 0.95), weight_decay=0.0),
@@ -183,14 +207,24 @@ def _fit(model: Qwen3ForCausalLM, config: TinyPolicy, progress: Progress) -> flo
         for optimizer in optimizers
     ]
     model.train()
+    head = mtp.MtpHead(model) if config.num_mtp_layers else None
+    trunk = list(trunk_parameters(model))
     batches = _batches(config)
     losses: list[float] = []
+    mtp_losses: list[float] = []
     for step in range(config.train_steps):
         tokens, labels, positions = next(batches)
-        logits = model(input_ids=tokens, position_ids=positions, use_cache=False).logits
+        with AuxCapture(model, (config.num_layers,)) as capture:
+            logits = model(input_ids=tokens, position_ids=positions, use_cache=False).logits
+            hidden = capture.hidden()
         loss = functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(trunk, 1.0)
+        if head is not None:
+            mtp_loss = _mtp_loss(head, model, hidden, tokens, labels, positions)
+            mtp_loss.backward()
+            torch.nn.utils.clip_grad_norm_(head.parameters(), 1.0)
+            mtp_losses.append(mtp_loss.item())
         for optimizer, schedule in zip(optimizers, schedules, strict=True):
             optimizer.step()
             optimizer.zero_grad()
@@ -198,8 +232,40 @@ def _fit(model: Qwen3ForCausalLM, config: TinyPolicy, progress: Progress) -> flo
         losses.append(loss.item())
         progress("training the tiny policy", (step + 1) / config.train_steps)
     model.eval()
-    last = losses[-20:]
-    return sum(last) / len(last)
+    return _mean(losses[-20:]), _mean(mtp_losses[-20:]) if mtp_losses else None
+
+
+def _mtp_loss(
+    head: mtp.MtpHead,
+    model: PreTrainedModel,
+    hidden: torch.Tensor,
+    tokens: torch.Tensor,
+    labels: torch.Tensor,
+    positions: torch.Tensor,
+) -> torch.Tensor:
+    """Cross-entropy of the layer at each depth, nats per supervised (root, depth) pair, weighted by depth.
+
+    `hidden` [ROWS, ROW_TOKENS, H] carries no graph. No problem of a packed row sees or predicts another.
+    """
+    width, margin = tokens.shape[1], (0, MTP_DEPTH + 1)
+    problems = positions.eq(0).cumsum(1)
+    token_ids, targets = functional.pad(tokens, margin), functional.pad(labels, margin, value=-100)
+    owners = functional.pad(problems, margin)
+    outputs, memory = hidden, ChainMemory(problems)
+    total, weight = hidden.new_zeros(()), 0.0
+    for depth in range(MTP_DEPTH):
+        next_ids = token_ids[:, 1 + depth : 1 + depth + width]
+        outputs = head(outputs, embed(model, next_ids), positions + depth, memory)
+        label = slice(2 + depth, 2 + depth + width)
+        kept = (targets[:, label] != -100) & (owners[:, label] == problems)
+        loss = functional.cross_entropy(head.logits(outputs[kept]), targets[:, label][kept], reduction="sum")
+        total = total + MTP_DEPTH_WEIGHT**depth * loss
+        weight += MTP_DEPTH_WEIGHT**depth * int(kept.sum())
+    return total / weight
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)
 
 
 def _lr_factor(step: int, num_steps: int) -> float:
@@ -237,7 +303,9 @@ def _batches(config: TinyPolicy) -> Iterator[tuple[torch.Tensor, torch.Tensor, t
         step += 1
 
 
-def _measure(model: Qwen3ForCausalLM, seed: int, loss: float, seconds: float, num_problems: int = 256) -> TinyReport:
+def _measure(
+    model: PreTrainedModel, seed: int, loss: float, mtp_loss: float | None, seconds: float, num_problems: int = 256
+) -> TinyReport:
     """Sample one answer to each of fresh problems at temperature 1 and count."""
     rng = random.Random(f"{seed}-measure")
     problems = [make_problem(rng, chain_share=1.0) for _ in range(num_problems)]
@@ -270,5 +338,6 @@ def _measure(model: Qwen3ForCausalLM, seed: int, loss: float, seconds: float, nu
         right_of_guesses=sum(of_guesses) / max(1, len(of_guesses)),
         mean_tokens=float((responses != SYMBOLS.index(PAD)).sum()) / num_problems,
         loss=loss,
+        mtp_loss=mtp_loss,
         seconds=seconds,
     )

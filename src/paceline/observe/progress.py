@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from rich.console import Console
@@ -101,3 +101,16 @@ def _section(metrics: Mapping[str, object], name: str) -> Mapping[str, object]:
 
 def _number(value: object, form: str) -> str:
     return format(value, form) if isinstance(value, int | float) else "-"
+
+
+def throttled(progress: RunProgress) -> Callable[[str, float], None]:
+    """A (what, fraction) callback that says something at every tenth."""
+    said: dict[str, int] = {}
+
+    def report(what: str, done: float) -> None:
+        key = what.partition(",")[0]
+        if said.get(key, -1) < int(done * 10):
+            said[key] = int(done * 10)
+            progress.status(f"{what}: {done:.0%}")
+
+    return report

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedModel, Qwen2Config, Qwen3Config, Qwen3ForCausalLM
 
 from paceline.models.eagle3 import Eagle3Config, Eagle3Head
+from paceline.models.mimo import MiMoForCausalLM
 
 
 def random_policy(
@@ -44,6 +46,48 @@ def random_policy(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         policy = Qwen3ForCausalLM(config)
+    policy.save_pretrained(folder)
+    return policy.eval()
+
+
+def random_mtp_policy(
+    folder: Path,
+    *,
+    num_layers: int = 4,
+    hidden_size: int = 64,
+    vocab_size: int = 16,
+    spread: float = 0.3,
+    max_positions: int = 256,
+    seed: int = 0,
+) -> MiMoForCausalLM:
+    """Write a random MiMo-style policy with its MTP layer to `folder`; otherwise as `random_policy`.
+
+    Biases are random too, which fresh ones are not, so that a tensor that goes astray shows.
+    """
+    own: dict[str, Any] = {"num_nextn_predict_layers": 1}
+    config = Qwen2Config(
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        intermediate_size=2 * hidden_size,
+        num_hidden_layers=num_layers,
+        num_attention_heads=hidden_size // 32,
+        num_key_value_heads=1,
+        max_position_embeddings=max_positions,
+        tie_word_embeddings=False,
+        bos_token_id=0,
+        eos_token_id=1,
+        initializer_range=spread,
+        **own,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        policy = MiMoForCausalLM(config)
+        with torch.no_grad():
+            for name, parameter in policy.named_parameters():
+                if name.endswith("bias"):
+                    parameter.normal_(std=spread)
+                elif "norm" in name:
+                    parameter.add_(torch.randn_like(parameter), alpha=0.1)
     policy.save_pretrained(folder)
     return policy.eval()
 

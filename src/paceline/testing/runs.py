@@ -9,17 +9,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-from paceline.config.run import NgramDraft, Recipe
+from paceline.config.run import Eagle3Draft, HistoryDraft, NgramDraft, Recipe
 from paceline.data.source import PromptSource
 from paceline.drafts.base import Drafter
+from paceline.drafts.eagle3 import Eagle3Drafter
+from paceline.drafts.history import HistoryDrafter, HistoryIndex
 from paceline.drafts.ngram import NgramDrafter
 from paceline.engine.base import RolloutEngine
 from paceline.engine.reference import ReferenceEngine
 from paceline.loop.parts import Parts
+from paceline.models.eagle3 import Eagle3Config, Eagle3Head
+from paceline.train.online import OnlineEagle3
 from paceline.train.policy import PolicyTrainer
-from paceline.types import Prompt, Sampling
+from paceline.types import Prompt, Sampling, Versions
 
 GOOD_TOKEN = 7
 STOP_TOKEN = 1
@@ -81,12 +85,17 @@ class ShareOfGoodTokens:
         self.closed = True
 
 
-def tiny_recipe(root: Path, draft: str = "ngram", **sections: Mapping[str, Any]) -> Recipe:
+def tiny_recipe(root: Path, draft: str = "ngram", /, **sections: Mapping[str, Any]) -> Recipe:
     """Six steps of three groups of four; `sections` are laid over it, key by key."""
+    keys: dict[str, dict[str, Any]] = {
+        "ngram": {"min_ngram": 1},
+        "history": {"min_match": 1},
+        "eagle3": {"aux_layers": [0, 1, 2]},
+    }
     tables: dict[str, dict[str, Any]] = {
         "run": {"root": str(root), "num_steps": 6, "checkpoint_every": 2, "seed": 11},
         "engine": {"kind": "reference", "max_num_seqs": 16},
-        "draft": {"method": "none"} if draft == "none" else {"method": draft, "min_ngram": 1},
+        "draft": {"method": draft, **keys.get(draft, {})},
         "algorithm": {"group_size": 4, "prompts_per_step": 3},
         "train": {"lr": 3e-3, "micro_batch_tokens": 200},
         "sampling": {"max_tokens": 12},
@@ -96,24 +105,51 @@ def tiny_recipe(root: Path, draft: str = "ngram", **sections: Mapping[str, Any])
     return Recipe.model_validate(tables)
 
 
+def tiny_head(policy: PreTrainedModel, draft: Eagle3Draft) -> Eagle3Head:
+    """An untrained EAGLE-3 head for `policy`, the same each time."""
+    config = Eagle3Config.for_policy(policy.config, draft.aux_layers, trained_depth=draft.depth)
+    return Eagle3Head.initialize(config, policy, None, torch.Generator().manual_seed(0))
+
+
 def tiny_parts(
     recipe: Recipe,
     engine: RolloutEngine | None = None,
     drafter: Drafter | None = None,
     unscorable_length: int | None = None,
+    policy: PreTrainedModel | None = None,
 ) -> Parts:
-    """Real parts, small; `engine` and `drafter` replace the recipe's."""
-    policy = tiny_policy(dtype=torch.float32)
+    """Real parts, small; `engine`, `drafter` and `policy` replace the recipe's."""
+    policy = policy or tiny_policy(dtype=torch.float32)
     sampling = Sampling(
         temperature=recipe.sampling.temperature,
         max_tokens=recipe.sampling.max_tokens,
         stop_token_ids=(STOP_TOKEN,),
     )
-    if drafter is None and isinstance(recipe.draft, NgramDraft):
+    rollout_policy, online = copy.deepcopy(policy), None
+    if isinstance(recipe.draft, Eagle3Draft):
+        head = tiny_head(policy, recipe.draft)
+        drafter = drafter or Eagle3Drafter(copy.deepcopy(head), rollout_policy)
+        online = OnlineEagle3(
+            head,
+            policy,
+            recipe.draft,
+            depth=recipe.draft.depth,
+            num_draft_tokens=recipe.draft.num_draft_tokens,
+            sampling=sampling,
+            seed=recipe.run.seed,
+        )
+    elif drafter is None and isinstance(recipe.draft, NgramDraft):
         drafter = NgramDrafter(recipe.draft.min_ngram, recipe.draft.max_ngram)
+    elif drafter is None and isinstance(recipe.draft, HistoryDraft):
+        drafter = HistoryDrafter(HistoryIndex.from_config(recipe.draft))
     if engine is None:
-        max_num_seqs = recipe.engine.max_num_seqs
-        engine = ReferenceEngine(copy.deepcopy(policy), drafter, num_draft_tokens=3, max_num_seqs=max_num_seqs)
+        engine = ReferenceEngine(
+            rollout_policy,
+            drafter,
+            num_draft_tokens=3,
+            max_num_seqs=recipe.engine.max_num_seqs,
+            versions=Versions(policy=0, draft=-1 if online is None else 0),
+        )
     return Parts(
         engine=engine,
         trainer=PolicyTrainer(policy, recipe.train, recipe.algorithm, sampling),
@@ -123,6 +159,8 @@ def tiny_parts(
         rewards=ShareOfGoodTokens(unscorable_length),
         decode=lambda ids: " ".join(map(str, ids)),
         sampling=sampling,
+        draft=online,
+        history=drafter.index if isinstance(drafter, HistoryDrafter) else None,
     )
 
 

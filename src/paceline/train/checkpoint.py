@@ -13,6 +13,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import safetensors.torch
 import torch
@@ -35,7 +36,9 @@ class Checkpoint:
     policy: Mapping[str, torch.Tensor]
     """float32 master weights under their Hugging Face names."""
     draft: Mapping[str, torch.Tensor] | None
-    """The draft's weights under their exported names; None for a method without weights."""
+    """The draft's weights under their exported names; None where it has none, or where they are among the policy's."""
+    draft_state: Mapping[str, object] | None
+    """`OnlineDraft.state_dict()`: optimiser, schedule, versions, peak, generator; None for a method without weights."""
     optimizer: Mapping[str, object]
     """`PolicyTrainer.state_dict()`: moments and step counts."""
     rng: torch.Tensor
@@ -44,10 +47,16 @@ class Checkpoint:
     """Position of the prompt source."""
     certificate: Mapping[str, object]
     """Sums of the certificate since the first step."""
+    draft_evidence: Mapping[str, object] | None
+    """Sums of what speaks for or against the engine's draft being the trainer's; None for a method without weights."""
     drafted_since_accepted: int
     """Drafted tokens since the last accepted one, for the alarm of a dead draft."""
+    choice_of_k: Mapping[str, object] | None
+    """`LengthChooser.state_dict()`; None for a fixed k."""
     metrics_bytes: int
     """Length of metrics.jsonl after this step: resuming cuts the file back to it."""
+    history: Mapping[str, object] | None = None
+    """`HistoryIndex.state_dict()`, a JSON object; None for other drafts."""
 
 
 def write_checkpoint(folder: Path, checkpoint: Checkpoint, keep: int) -> Path:
@@ -115,49 +124,74 @@ def read_checkpoint(path: Path) -> Checkpoint:
 
 def _files(checkpoint: Checkpoint) -> dict[str, bytes]:
     """Serialised in memory first: a full disk is then always a plain `OSError` of ours to handle."""
-    trainer = io.BytesIO()
-    torch.save({"optimizer": checkpoint.optimizer, "rng": checkpoint.rng}, trainer)
-    state = {
-        "step": checkpoint.step,
-        "versions": {"policy": checkpoint.versions.policy, "draft": checkpoint.versions.draft},
-        "data": checkpoint.data,
-        "certificate": checkpoint.certificate,
-        "drafted_since_accepted": checkpoint.drafted_since_accepted,
-        "metrics_bytes": checkpoint.metrics_bytes,
-    }
     files = {
         "policy.safetensors": _tensors(checkpoint.policy),
-        "trainer.pt": trainer.getvalue(),
-        "state.json": json.dumps(state).encode(),
+        "trainer.pt": _pickled({"optimizer": checkpoint.optimizer, "rng": checkpoint.rng}),
     }
     if checkpoint.draft is not None:
         files["draft.safetensors"] = _tensors(checkpoint.draft)
-    return files
+    if checkpoint.draft_state is not None:
+        files["draft.pt"] = _pickled(checkpoint.draft_state)
+    if checkpoint.history is not None:
+        files["history.json"] = json.dumps(checkpoint.history).encode()
+    state = {
+        "step": checkpoint.step,
+        "versions": {"policy": checkpoint.versions.policy, "draft": checkpoint.versions.draft},
+        # A part that was taken out of the folder and of the manifest is missed all the same.
+        "parts": sorted(files),
+        "data": checkpoint.data,
+        "certificate": checkpoint.certificate,
+        "draft_evidence": checkpoint.draft_evidence,
+        "drafted_since_accepted": checkpoint.drafted_since_accepted,
+        "choice_of_k": checkpoint.choice_of_k,
+        "metrics_bytes": checkpoint.metrics_bytes,
+    }
+    return {**files, "state.json": json.dumps(state).encode()}
 
 
 def _parse(path: Path, files: Mapping[str, bytes]) -> Checkpoint:
     state = json.loads(files["state.json"])
-    versions = Versions(state["versions"]["policy"], state["versions"]["draft"])
-    if versions.draft >= 0 and "draft.safetensors" not in files:
-        raise CheckpointError(_damage(path / "draft.safetensors", "is missing"))
-    trainer = torch.load(io.BytesIO(files["trainer.pt"]), weights_only=True)
-    draft = files.get("draft.safetensors")
-    return Checkpoint(
-        step=state["step"],
-        versions=versions,
-        policy=safetensors.torch.load(files["policy.safetensors"]),
-        draft=None if draft is None else safetensors.torch.load(draft),
-        optimizer=trainer["optimizer"],
-        rng=trainer["rng"],
-        data=state["data"],
-        certificate=state["certificate"],
-        drafted_since_accepted=state["drafted_since_accepted"],
-        metrics_bytes=state["metrics_bytes"],
-    )
+    trainer = _unpickled(files["trainer.pt"])
+    for name in ("optimizer", "rng"):
+        if name not in trainer:
+            raise CheckpointError(_damage(path / "trainer.pt", f"lacks {name}"))
+    draft, draft_state, history = (files.get(name) for name in ("draft.safetensors", "draft.pt", "history.json"))
+    try:
+        for name in state["parts"]:
+            if name not in files:
+                raise CheckpointError(_damage(path / name, "is missing"))
+        return Checkpoint(
+            step=state["step"],
+            versions=Versions(state["versions"]["policy"], state["versions"]["draft"]),
+            policy=safetensors.torch.load(files["policy.safetensors"]),
+            draft=None if draft is None else safetensors.torch.load(draft),
+            draft_state=None if draft_state is None else _unpickled(draft_state),
+            optimizer=trainer["optimizer"],
+            rng=trainer["rng"],
+            data=state["data"],
+            certificate=state["certificate"],
+            draft_evidence=state["draft_evidence"],
+            drafted_since_accepted=state["drafted_since_accepted"],
+            choice_of_k=state["choice_of_k"],
+            metrics_bytes=state["metrics_bytes"],
+            history=None if history is None else json.loads(history),
+        )
+    except KeyError as error:
+        raise CheckpointError(_damage(path / "state.json", f"lacks {error.args[0]}")) from error
 
 
 def _tensors(tensors: Mapping[str, torch.Tensor]) -> bytes:
     return safetensors.torch.save({name: tensor.contiguous() for name, tensor in tensors.items()})
+
+
+def _pickled(state: Mapping[str, object]) -> bytes:
+    content = io.BytesIO()
+    torch.save(dict(state), content)
+    return content.getvalue()
+
+
+def _unpickled(content: bytes) -> dict[str, Any]:
+    return torch.load(io.BytesIO(content), weights_only=True)
 
 
 def _remove(checkpoint: Path) -> None:

@@ -21,17 +21,27 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from paceline.config.run import Eagle3Draft
+from paceline.config.run import Eagle3Draft, TrainedDraft
 from paceline.errors import ConfigError, DataError, ModelError
-from paceline.models.eagle3 import AuxCapture, ChainMemory, Eagle3Config, Eagle3Head, embed, policy_parts
+from paceline.models.eagle3 import (
+    AuxCapture,
+    ChainMemory,
+    DraftHead,
+    Eagle3Config,
+    Eagle3Head,
+    embed,
+    policy_parts,
+)
 from paceline.spec.sampling import policy_log_probs
 from paceline.types import Sampling
 
@@ -48,6 +58,8 @@ FEATURE_BYTES = 4 << 30
 HELD_OUT_SHARE = 0.1
 """Fraction of the answers, the last ones, that only measure."""
 WARMUP_SHARE = 0.05
+ONLINE_WARMUP_UPDATES = 20
+"""Fresh moments make the first steps of Adam as long as its largest ones."""
 MAX_GRAD_NORM = 1.0
 _KEY_VERSION = 1
 """Raised when training changes, so that cached heads of an older recipe are not taken for new ones."""
@@ -75,12 +87,16 @@ class Features:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Features of several answers, padded on the right. Positions reach `depth` past the longest answer."""
+    """Features of several answers in rows, padded on the right. Positions reach `depth` past the longest row."""
 
     token_ids: torch.Tensor
     """[B, T + depth]"""
     is_label: torch.Tensor
     """[B, T + depth] True exactly where the token is a response token."""
+    positions: torch.Tensor
+    """[B, T] of each token in its own answer."""
+    documents: torch.Tensor | None
+    """[B, T + depth] number of the answer in its row, from 1, and 0 for padding; None when each answer has a row."""
     aux: torch.Tensor
     """[B, T, A * H]"""
     final: torch.Tensor
@@ -94,6 +110,17 @@ class Batch:
     def at_depth(self, tensor: torch.Tensor, shift: int) -> torch.Tensor:
         """[B, R, ...] entries t + shift of a padded tensor, for every root t."""
         return tensor[:, shift : shift + self.num_roots]
+
+    def supervised(self, depth: int) -> torch.Tensor:
+        """[B, R] True where root t has a label at this depth: x_{t + 2 + depth} is a response token of its answer."""
+        is_label = self.at_depth(self.is_label, 2 + depth)
+        if self.documents is None:
+            return is_label
+        return is_label & (self.at_depth(self.documents, 2 + depth) == self.at_depth(self.documents, 0))
+
+    def memory(self) -> ChainMemory:
+        """A new memory in which no answer sees another."""
+        return ChainMemory(None if self.documents is None else self.at_depth(self.documents, 0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +145,8 @@ class Acceptance:
     """[K] acceptance at slot j given that all earlier slots were accepted."""
     marginal: tuple[float, ...]
     """[K] blocks that accept slot j, as a fraction of all blocks; alpha = 1 + their sum."""
+    reached: tuple[float, ...]
+    """[K] expected number of blocks that reach slot j: the trials of `conditional`."""
     num_blocks: int
 
 
@@ -130,7 +159,9 @@ class DraftFigures:
     acceptance: Acceptance
     """On the held-out answers, at the recipe's k."""
     coverage: float
-    """Fraction of response tokens that are in the draft vocabulary."""
+    """Fraction of the response tokens learned from that are in the draft vocabulary."""
+    held_out_coverage: float
+    """The same of the held-out answers."""
     num_updates: int
     num_answers: int
     num_held_out: int
@@ -143,86 +174,186 @@ def choose_draft_vocab(answers: Sequence[Answer], size: int, vocab_size: int) ->
     """
     if not 1 <= size <= vocab_size:
         raise ConfigError(f"draft.vocab_size is {size}: it must be between 1 and the policy's {vocab_size} tokens.")
-    labels = [token for answer in answers for token in answer.token_ids[answer.prompt_length :]]
+    labels = _labels(answers)
     counts = torch.bincount(torch.tensor(labels, dtype=torch.long), minlength=vocab_size)
     chosen = counts.sort(descending=True, stable=True).indices[:size].sort().values
     return chosen, float(counts[chosen].sum() / max(1, len(labels)))
 
 
-def content_key(config: Eagle3Draft, policy_hash: str, data_key: str, sampling: Sampling) -> str:
+def _labels(answers: Sequence[Answer]) -> list[int]:
+    return [token for answer in answers for token in answer.token_ids[answer.prompt_length :]]
+
+
+def _coverage(answers: Sequence[Answer], draft_ids: torch.Tensor) -> float:
+    """Fraction of the response tokens that are among `draft_ids`."""
+    labels = torch.tensor(_labels(answers), dtype=torch.long)
+    return float(torch.isin(labels, draft_ids.cpu()).float().mean())
+
+
+def content_key(
+    config: Eagle3Draft, policy_hash: str, data_key: str, sampling: Sampling, start_key: str | None = None
+) -> str:
     """Hex key of the head that training would give: equal keys, equal heads (on one machine).
 
     Args:
-        config: its training fields count; `num_draft_tokens` and `path` do not change what is trained.
+        config: its training fields count. `num_draft_tokens`, `path` and `online*` do not change what is trained before
+            the run, and `start` and `generic_path` are names of what counts by its content below.
         policy_hash: of the policy's weights and architecture.
-        data_key: whatever decides which prompts the answers are sampled for.
+        data_key: whatever decides what is learned from: the prompts that answers are sampled for, or the texts.
         sampling: how the answers are sampled; its temperature is also the teacher's.
+        start_key: of the weights that training begins from; None: random ones.
     """
+    not_trained_on = {"num_draft_tokens", "path", "start", "generic_path", *TrainedDraft.model_fields}
     fields = {
         "version": _KEY_VERSION,
-        "draft": config.model_dump(mode="json", exclude={"num_draft_tokens", "path"}),
+        "draft": config.model_dump(mode="json", exclude=not_trained_on),
         "policy": policy_hash,
         "data": data_key,
+        "start": start_key,
         "sampling": [getattr(sampling, name) for name in ("temperature", "top_k", "top_p", "min_p", "max_tokens")],
         "stop": list(sampling.stop_token_ids),
     }
     return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:16]
 
 
-@torch.no_grad()
+class FeatureReader:
+    """Keeps the features of chosen answers out of forward passes that somebody else runs, which stay as they are.
+
+    reader = FeatureReader(policy, (2, 6, 9), {0: first, 4: fifth})
+    with reader.watch([3, 4]):
+        policy(input_ids)  # row 0 is answer 3, row 1 answer 4, padded on the right
+    features = reader.features()
+    """
+
+    def __init__(self, policy: PreTrainedModel, aux_layers: Sequence[int], answers: Mapping[int, Answer]) -> None:
+        """`answers` maps the numbers that passes are announced with to the answers that are kept."""
+        self.answers = answers
+        self._policy = policy
+        self._aux_layers = tuple(aux_layers)
+        self._features: dict[int, Features] = {}
+
+    @contextmanager
+    def watch(self, indices: Sequence[int]) -> Generator[None, None, None]:
+        """One forward pass of the policy over the answers `indices`, a row each, padding on the right."""
+        rows = [(row, index) for row, index in enumerate(indices) if index in self.answers]
+        if not rows:
+            yield
+            return
+        finals: list[torch.Tensor] = []
+        norm = policy_parts(self._policy).norm
+        handle = norm.register_forward_hook(lambda module, args, output: finals.append(output.detach()))
+        try:
+            with AuxCapture(self._policy, self._aux_layers) as capture:
+                yield
+        finally:
+            handle.remove()
+        aux, (final,) = capture.hidden(), finals
+        for row, index in rows:
+            length = len(self.answers[index].token_ids)
+            # Copies: a view would keep the states of the whole pass.
+            self._features[index] = Features(
+                self.answers[index],
+                aux[row, :length].to(torch.float32, copy=True),
+                final[row, :length].to(torch.float32, copy=True),
+            )
+
+    @torch.no_grad()
+    def features(self) -> list[Features]:
+        """Of all chosen answers, in rising order of their numbers. Those that no pass has run are run now."""
+        missing = [index for index in sorted(self.answers) if index not in self._features]
+        for places in _by_length([len(self.answers[index].token_ids) for index in missing], FORWARD_TOKENS):
+            indices = [missing[place] for place in places]
+            token_ids = _pad([self.answers[index].token_ids for index in indices], 0).to(self._policy.device)
+            with self.watch(indices):
+                # Right padding stays out of earlier positions by causality alone: no mask is needed.
+                policy_parts(self._policy).decoder(input_ids=token_ids, use_cache=False)
+        return [self._features[index] for index in sorted(self.answers)]
+
+
 def policy_features(policy: PreTrainedModel, answers: Sequence[Answer], aux_layers: Sequence[int]) -> list[Features]:
     """Features of each answer, in order. One forward pass of the policy's decoder; never [T, V] logits."""
-    features: dict[int, Features] = {}
-    with AuxCapture(policy, aux_layers) as capture:
-        for indices in _by_length([len(answer.token_ids) for answer in answers], FORWARD_TOKENS):
-            token_ids = _pad([answers[index].token_ids for index in indices], 0).to(policy.device)
-            # Right padding stays out of earlier positions by causality alone: no mask is needed.
-            final = policy_parts(policy).decoder(input_ids=token_ids, use_cache=False).last_hidden_state.float()
-            aux = capture.hidden().float()
-            for row, index in enumerate(indices):
-                length = len(answers[index].token_ids)
-                features[index] = Features(answers[index], aux[row, :length].clone(), final[row, :length].clone())
-    return [features[index] for index in range(len(answers))]
+    return FeatureReader(policy, aux_layers, dict(enumerate(answers))).features()
 
 
-def collate(features: Sequence[Features], depth: int) -> Batch:
-    """Pad `features` into one batch for training at `depth`."""
-    token_ids = _pad([feature.answer.token_ids for feature in features], depth).to(features[0].aux.device)
-    positions = torch.arange(token_ids.shape[1], device=token_ids.device)
-    starts = torch.tensor([feature.answer.prompt_length for feature in features], device=token_ids.device)
-    ends = torch.tensor([len(feature.answer.token_ids) for feature in features], device=token_ids.device)
-    final = torch.nn.utils.rnn.pad_sequence([feature.final for feature in features], batch_first=True)
+def fill_rows(lengths: Sequence[int], row_tokens: int) -> list[list[int]]:
+    """Indices in the given order, as many to a row as fit into `row_tokens`; one longer than that has its own row."""
+    rows: list[list[int]] = []
+    room = 0
+    for index, length in enumerate(lengths):
+        if not rows or length > room:
+            rows.append([])
+            room = row_tokens
+        rows[-1].append(index)
+        room -= length
+    return rows
+
+
+def collate(features: Sequence[Features], depth: int, row_tokens: int | None = None) -> Batch:
+    """Put `features` into one batch for training at `depth`.
+
+    Each answer has a row of its own; with `row_tokens` answers stand one behind the other in rows of that many
+    positions, which saves padding. Loss and gradients are the same: positions begin anew with each answer, and neither
+    attention nor labels reach into another one.
+    """
+    lengths = [len(feature.answer.token_ids) for feature in features]
+    places = [[index] for index in range(len(features))] if row_tokens is None else fill_rows(lengths, row_tokens)
+    rows = [[features[index] for index in row] for row in places]
+    answers = [[feature.answer for feature in row] for row in rows]
+    device = features[0].aux.device
+
+    def padded(values: Callable[[int, Answer], Iterable[int]], num_more: int) -> torch.Tensor:
+        listed = [
+            [value for number, answer in enumerate(row, start=1) for value in values(number, answer)] for row in answers
+        ]
+        return _pad(listed, num_more).to(device)
+
+    def states(name: Literal["aux", "final"]) -> torch.Tensor:
+        joined = [torch.cat([getattr(feature, name) for feature in row]) for row in rows]
+        return torch.nn.utils.rnn.pad_sequence(joined, batch_first=True)
+
     return Batch(
-        token_ids=token_ids,
-        is_label=(positions >= starts[:, None]) & (positions < ends[:, None]),
-        aux=torch.nn.utils.rnn.pad_sequence([feature.aux for feature in features], batch_first=True),
-        final=functional.pad(final, (0, 0, 0, depth)),
+        token_ids=padded(lambda number, answer: answer.token_ids, depth),
+        is_label=padded(
+            lambda number, answer: (place >= answer.prompt_length for place in range(len(answer.token_ids))), depth
+        ).bool(),
+        positions=padded(lambda number, answer: range(len(answer.token_ids)), 0),
+        documents=None
+        if row_tokens is None
+        else padded(lambda number, answer: [number] * len(answer.token_ids), depth),
+        aux=states("aux"),
+        final=functional.pad(states("final"), (0, 0, 0, depth)),
     )
 
 
-def num_pairs(batch: Batch, depth: int) -> list[int]:
-    """[depth] supervised roots at each depth."""
-    return [int(batch.at_depth(batch.is_label, 2 + j).sum()) for j in range(depth)]
+def count_pairs(batches: Sequence[Batch], depth: int) -> list[int]:
+    """[depth] supervised roots at each depth. Ranks that share an update add their counts up (one all-reduce)."""
+    return [sum(int(batch.supervised(j).sum()) for batch in batches) for j in range(depth)]
 
 
-def summed_loss(
-    head: Eagle3Head, policy: PreTrainedModel, batch: Batch, depth: int, temperature: float
-) -> torch.Tensor:
-    """Sum over depth j and supervised roots of 0.8^j * cross-entropy, in nats; to be divided by a global count.
+def pair_weight(counts: Sequence[int]) -> float:
+    """What the summed loss of an update is divided by: its pairs, weighed as in the loss."""
+    return sum(DEPTH_WEIGHT**j * count for j, count in enumerate(counts))
+
+
+def summed_loss(head: DraftHead, policy: PreTrainedModel, batch: Batch, depth: int, temperature: float) -> torch.Tensor:
+    """Sum over depth j and supervised roots of 0.8^j * cross-entropy, in nats; to be divided by a global `pair_weight`.
 
     Differentiable in the head alone.
     """
-    memory = ChainMemory()
-    positions = torch.arange(batch.num_roots, device=batch.aux.device)
+    memory = batch.memory()
+    positions = batch.at_depth(batch.positions, 0)
     hidden = head.project(batch.at_depth(batch.aux, 0))
-    teacher_rows = policy_parts(policy).output.weight.detach()[head.draft_ids].float()
+    teacher_rows = policy_parts(policy).output.weight.detach()
+    if len(head.draft_ids) < len(teacher_rows):
+        teacher_rows = teacher_rows[head.draft_ids]
+    teacher_rows = teacher_rows.float()
     total = hidden.new_zeros(())
     for j in range(depth):
-        hidden = head(hidden, embed(policy, batch.at_depth(batch.token_ids, 1 + j)), positions + j, memory)
-        supervised = batch.at_depth(batch.is_label, 2 + j)
+        hidden = head(hidden, embed(policy, batch.at_depth(batch.token_ids, 1 + j)).float(), positions + j, memory)
+        supervised = batch.supervised(j)
         outputs = hidden[supervised]
         final = batch.at_depth(batch.final, 1 + j)[supervised]
-        num_rows = max(1, LOGITS_ELEMENTS // head.config.draft_vocab_size)
+        num_rows = max(1, LOGITS_ELEMENTS // len(head.draft_ids))
         for piece, piece_final in zip(outputs.split(num_rows), final.split(num_rows), strict=True):
             loss = checkpoint(
                 _cross_entropy, head, piece, piece_final, teacher_rows, temperature,
@@ -233,7 +364,7 @@ def summed_loss(
 
 
 def _cross_entropy(
-    head: Eagle3Head, outputs: torch.Tensor, final: torch.Tensor, teacher_rows: torch.Tensor, temperature: float
+    head: DraftHead, outputs: torch.Tensor, final: torch.Tensor, teacher_rows: torch.Tensor, temperature: float
 ) -> torch.Tensor:
     teacher = (functional.linear(final, teacher_rows) / temperature).softmax(-1)
     return functional.cross_entropy(head.logits(outputs), teacher, reduction="sum")
@@ -243,19 +374,30 @@ class DraftTrainer:
     """The head's own optimiser, schedule and clip. It reads the policy and never changes it."""
 
     def __init__(
-        self, head: Eagle3Head, policy: PreTrainedModel, depth: int, lr: float, num_updates: int, temperature: float
+        self,
+        head: DraftHead,
+        policy: PreTrainedModel,
+        depth: int,
+        lr: float,
+        num_updates: int | None,
+        temperature: float,
     ) -> None:
-        """`num_updates` spans the schedule: linear warm-up, then a cosine from `lr` to a tenth of it."""
+        """`num_updates` spans the schedule: linear warm-up, then a cosine from `lr` to a tenth of it.
+
+        None, for training without an end: `ONLINE_WARMUP_UPDATES`, then `lr`.
+        """
         self.head = head
+        self.depth = depth
         self._policy = policy
-        self._depth = depth
         self._temperature = temperature
         self._optimizer = torch.optim.AdamW(head.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
-        num_warmup = max(1, round(WARMUP_SHARE * num_updates))
+        num_warmup = ONLINE_WARMUP_UPDATES if num_updates is None else max(1, round(WARMUP_SHARE * num_updates))
 
         def schedule(update: int) -> float:
             if update < num_warmup:
                 return (update + 1) / num_warmup
+            if num_updates is None:
+                return 1.0
             progress = min(1.0, (update - num_warmup) / max(1, num_updates - num_warmup))
             return 0.1 + 0.45 * (1 + math.cos(math.pi * progress))
 
@@ -266,11 +408,11 @@ class DraftTrainer:
 
         A loss or gradient that is not finite leaves head, optimiser and schedule as they are, and is reported.
         """
-        counts = [num_pairs(batch, self._depth) for batch in batches]
-        denominator = sum(DEPTH_WEIGHT**j * count for row in counts for j, count in enumerate(row))
+        counts = count_pairs(batches, self.depth)
+        denominator = pair_weight(counts)
         loss = 0.0
         for batch in batches:
-            part = summed_loss(self.head, self._policy, batch, self._depth, self._temperature) / denominator
+            part = summed_loss(self.head, self._policy, batch, self.depth, self._temperature) / denominator
             part.backward()
             loss += part.item()
         grad_norm = torch.nn.utils.clip_grad_norm_(self.head.parameters(), MAX_GRAD_NORM).item()
@@ -279,7 +421,15 @@ class DraftTrainer:
             self._optimizer.step()
             self._schedule.step()
         self._optimizer.zero_grad()
-        return DraftUpdate(loss, grad_norm, sum(map(sum, counts)), finite)
+        return DraftUpdate(loss, grad_norm, sum(counts), finite)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Moments, step counts and the place in the schedule; the head's weights are apart."""
+        return {"optimizer": self._optimizer.state_dict(), "schedule": self._schedule.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._optimizer.load_state_dict(state["optimizer"])
+        self._schedule.load_state_dict(state["schedule"])
 
 
 def train_eagle3(
@@ -288,16 +438,23 @@ def train_eagle3(
     config: Eagle3Draft,
     sampling: Sampling,
     progress: Callable[[int, int, float], None] | None = None,
+    *,
+    start: Eagle3Head | None = None,
+    held_out: Sequence[Answer] | None = None,
 ) -> tuple[Eagle3Head, DraftFigures]:
-    """Train a head on the policy's answers. Reproducible from `config.seed`; no global random state is used.
+    """Train a head on the policy's answers, or on other texts.
+
+    Reproducible from `config.seed`; no global random state is used.
 
     Args:
         policy: a Hugging Face causal LM in eval mode; only read.
-        answers: sampled from this policy with `sampling`. The last tenth is held out, so put answers to one prompt
-            next to each other.
+        answers: sampled from this policy with `sampling`. Without `held_out` the last tenth is held out, so put answers
+            to one prompt next to each other.
         config: depth, epochs, learning rate, auxiliary layers, vocabulary.
         sampling: its temperature is the teacher's; all of it decides the predicted acceptance.
         progress: called after each update with (updates done, updates in all, loss in nats).
+        start: a head that is trained on in place, with its shape and draft vocabulary; None: a fresh one.
+        held_out: answers of this policy that the head is judged by; `answers` may then be any texts.
 
     Raises:
         DataError: no answer is long enough to learn from.
@@ -310,27 +467,33 @@ def train_eagle3(
             "sampling.temperature is 0: the draft's teacher needs a temperature above 0, for example 1.0."
         )
     answers = [answer for answer in answers if len(answer.token_ids) >= max(3, answer.prompt_length + 2)]
-    num_held_out = max(1, round(HELD_OUT_SHARE * len(answers)))
-    train, held_out = answers[:-num_held_out], answers[-num_held_out:]
+    train = answers
+    if held_out is None:
+        num_held_out = max(1, round(HELD_OUT_SHARE * len(answers)))
+        train, held_out = answers[:-num_held_out], answers[-num_held_out:]
     if not train:
         raise DataError(
             f"{len(answers)} answers have two response tokens or more: a draft needs at least 2 such answers. Raise "
             "draft.num_answers or sampling.max_tokens."
         )
     vocab_size = policy.config.vocab_size
-    draft_ids, coverage = choose_draft_vocab(train, config.vocab_size or vocab_size, vocab_size)
-    head_config = Eagle3Config.for_policy(
-        policy.config, config.aux_layers, draft_vocab_size=len(draft_ids), trained_depth=config.depth
-    )
     generator = torch.Generator().manual_seed(config.seed)
-    head = Eagle3Head.initialize(head_config, policy, draft_ids, generator).to(policy.device)
+    if start is None:
+        draft_ids, _ = choose_draft_vocab(train, config.vocab_size or vocab_size, vocab_size)
+        head_config = Eagle3Config.for_policy(
+            policy.config, config.aux_layers, draft_vocab_size=len(draft_ids), trained_depth=config.depth
+        )
+        head = Eagle3Head.initialize(head_config, policy, draft_ids, generator).to(policy.device)
+    else:
+        head = start.to(policy.device)
+        head.config = head.config.model_copy(update={"trained_depth": config.depth})
     _check_logits(policy, train[0])
 
     lengths = [len(answer.token_ids) for answer in train]
     num_updates = config.epochs * sum(1 for _ in _by_length(lengths, UPDATE_TOKENS))
     trainer = DraftTrainer(head, policy, config.depth, config.lr, num_updates, sampling.temperature)
-    feature_bytes = 4 * sum(lengths) * (len(head_config.aux_layers) + 1) * head_config.hidden_size
-    cached = policy_features(policy, train, head_config.aux_layers) if feature_bytes <= FEATURE_BYTES else None
+    feature_bytes = 4 * sum(lengths) * (len(head.aux_layers) + 1) * head.config.hidden_size
+    cached = policy_features(policy, train, head.aux_layers) if feature_bytes <= FEATURE_BYTES else None
     num_done, losses = 0, []
     for _ in range(config.epochs):
         losses = []
@@ -338,7 +501,7 @@ def train_eagle3(
             if cached is not None:
                 features = [cached[index] for index in indices]
             else:
-                features = policy_features(policy, [train[index] for index in indices], head_config.aux_layers)
+                features = policy_features(policy, [train[index] for index in indices], head.aux_layers)
             update = trainer.update([collate(features, config.depth)])
             if not update.finite:
                 raise ModelError(
@@ -353,7 +516,8 @@ def train_eagle3(
     figures = DraftFigures(
         loss=sum(losses) / len(losses),
         acceptance=acceptance,
-        coverage=coverage,
+        coverage=_coverage(train, head.draft_ids),
+        held_out_coverage=_coverage(held_out, head.draft_ids),
         num_updates=num_done,
         num_answers=len(train),
         num_held_out=len(held_out),
@@ -373,7 +537,12 @@ class _Slot:
 
 @torch.no_grad()
 def predicted_acceptance(
-    policy: PreTrainedModel, head: Eagle3Head, answers: Sequence[Answer], num_draft_tokens: int, sampling: Sampling
+    policy: PreTrainedModel,
+    head: DraftHead,
+    answers: Sequence[Answer],
+    num_draft_tokens: int,
+    sampling: Sampling,
+    features: Sequence[Features] | None = None,
 ) -> Acceptance:
     """Acceptance length that the engine should measure on rollouts like these.
 
@@ -384,16 +553,18 @@ def predicted_acceptance(
     past the end of an answer are judged too, as an engine judges them before it cuts, weighed by their chance of being
     reached.
 
-    Returns NaN where nothing was drafted.
+    `features` of the answers, where they are known already, save one of two forward passes. Returns NaN where nothing
+    was drafted.
     """
-    features = policy_features(policy, answers, head.config.aux_layers)
+    if features is None:
+        features = policy_features(policy, answers, head.aux_layers)
     chains: dict[int, torch.Tensor] = {}
     for indices in _by_length([len(answer.token_ids) for answer in answers], FORWARD_TOKENS):
         drafted = _greedy_chains(policy, head, collate([features[index] for index in indices], 0), num_draft_tokens)
         chains.update(dict(zip(indices, drafted, strict=True)))
     walks = [_walk(answer, chains[index].tolist()) for index, answer in enumerate(answers)]
     extended = [_extend(answer, walk) for answer, walk in zip(answers, walks, strict=True)]
-    judged = policy_features(policy, extended, head.config.aux_layers)
+    judged = policy_features(policy, extended, head.aux_layers)
 
     visits, accepted = [0.0] * num_draft_tokens, [0.0] * num_draft_tokens
     num_blocks = 0
@@ -414,20 +585,21 @@ def predicted_acceptance(
             number / visited if visited else math.nan for number, visited in zip(accepted, visits, strict=True)
         ),
         marginal=tuple(number / num_blocks if num_blocks else math.nan for number in accepted),
+        reached=tuple(visits),
         num_blocks=num_blocks,
     )
 
 
-def _greedy_chains(policy: PreTrainedModel, head: Eagle3Head, batch: Batch, num_draft_tokens: int) -> torch.Tensor:
+def _greedy_chains(policy: PreTrainedModel, head: DraftHead, batch: Batch, num_draft_tokens: int) -> torch.Tensor:
     """[B, R, K] what the head would draft, greedily, from every root."""
-    memory = ChainMemory()
-    positions = torch.arange(batch.num_roots, device=batch.aux.device)
+    memory = batch.memory()
+    positions = batch.at_depth(batch.positions, 0)
     hidden = head.project(batch.at_depth(batch.aux, 0))
     token_ids = batch.at_depth(batch.token_ids, 1)
-    num_rows = max(1, LOGITS_ELEMENTS // head.config.draft_vocab_size)
+    num_rows = max(1, LOGITS_ELEMENTS // len(head.draft_ids))
     drafted = []
     for j in range(num_draft_tokens):
-        hidden = head(hidden, embed(policy, token_ids), positions + j, memory)
+        hidden = head(hidden, embed(policy, token_ids).float(), positions + j, memory)
         best = torch.cat([head.logits(rows).argmax(-1) for rows in hidden.flatten(0, 1).split(num_rows)])
         token_ids = head.draft_ids[best].view(hidden.shape[:2])
         drafted.append(token_ids)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import inspect
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -94,6 +95,35 @@ def install_sampler(runner: Any) -> list[str]:
     return ["slot_sampler"]
 
 
+def install_plain_steps(runner: Any) -> list[str]:
+    """Let a runner that speculates take vLLM's path without speculation in steps without drafts. Returns the names.
+
+    `GPUModelRunner` (0.32.0) decides by its speculative configuration alone, and `SpecDecodeBaseProposer.propose` runs
+    the drafter for k = 0, too, to keep its keys and values in step: see `engine.vllm.plain` and `engine.vllm.deferred`.
+    On CPU only, and after `install_sampler`, whose sampler draws in both paths.
+    """
+    from vllm.platforms import current_platform
+
+    from paceline.engine.vllm.deferred import DeferredDrafter
+    from paceline.engine.vllm.plain import PlainSteps
+
+    config = runner.speculative_config
+    if config is None or not current_platform.is_cpu() or config.uses_draft_model():
+        return []
+    names = ["plain_steps"]
+    runner.deferred_drafter = None
+    if config.use_eagle():
+        if config.disable_padded_drafter_batch or runner.drafter.needs_extra_input_slots:
+            raise EngineError(
+                f"vLLM {vllm_version()} hands this drafter other inputs than paceline.engine.vllm.deferred keeps for "
+                "it. Narrow SUPPORTED in paceline.engine.vllm.compat."
+            )
+        runner.deferred_drafter = DeferredDrafter(runner)
+        names.append("deferred_drafter")
+    runner.plain_steps = PlainSteps(runner, runner.rejection_sampler, runner.deferred_drafter)
+    return names
+
+
 def expand_batch_to_tokens(
     x: torch.Tensor,
     cu_num_tokens: torch.Tensor,
@@ -172,6 +202,39 @@ def retie_lm_head(model: Any) -> None:
     """
     model.lm_head.tie_weights(model.model.embed_tokens)
     model.lm_head.quant_method.process_weights_after_loading(model.lm_head)
+
+
+def reload(runner: Any, model: Any, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+    """Load tensors into a live model that is not the runner's first one, packed layers included.
+
+    The drafter has no `reload_weights` of its own in 0.32.0, and its plain `load_weights` fails on layers whose weights
+    were packed.
+    """
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader.reload.inplace import reload_weights
+
+    with set_current_vllm_config(runner.vllm_config):
+        reload_weights(
+            runner.vllm_config, model, weights_iterator=tensors, weights_path=None, is_checkpoint_format=True
+        )
+
+
+def end_reload(runner: Any, model: Any) -> None:
+    """After a reload that raised: give the model's layers back the tensors they had, so that the next one starts anew.
+
+    `reload.layerwise` (0.32.0) keeps the half of a layer that had come and would count it into the next load. A layer
+    that had all of its tensors keeps the new ones: the model is whole again only after a complete publish.
+    """
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload, get_layerwise_info
+
+    for layer in model.modules():
+        info = get_layerwise_info(layer)
+        if info.can_load():
+            info.load_numel = 0
+            info.loaded_weights.clear()
+    with set_current_vllm_config(runner.vllm_config):
+        finalize_layerwise_reload(model, runner.model_config)
 
 
 def _repair_ranks() -> None:

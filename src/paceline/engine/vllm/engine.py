@@ -6,24 +6,33 @@ import json
 import os
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, assert_never
 
 import torch
 from safetensors import safe_open
 
-from paceline.config.run import Draft, Eagle3Draft, NgramDraft, NoDraft
+from paceline.config.run import Draft, Eagle3Draft, HistoryDraft, MtpDraft, NgramDraft, NoDraft
 from paceline.config.run import VllmEngine as VllmEngineConfig
+from paceline.drafts.history import HistoryIndex
 from paceline.engine.base import Rollouts, check_draft_limit
-from paceline.engine.vllm import compat, weights
+from paceline.engine.publish import PublishLog, PublishReport, Weights
+from paceline.engine.vllm import compat, history, mtp, weights
+from paceline.engine.vllm.length import StepLengths
 from paceline.engine.vllm.record import BlockRecorder
 from paceline.errors import ConfigError, EngineError, ModelError, PublishError
+from paceline.models.mimo import is_mimo, split_state
+from paceline.models.mtp import MTP_PREFIX
 from paceline.spec.stats import engine_stats
 from paceline.types import Block, Completion, Request, Sampling, Versions
 
 DRAFT_NAMES = {"draft_id_to_target_id": "d2t", "model.layers.0.": "midlayer.", "model.": ""}
 """vLLM's EAGLE-3 names -> the names a head is exported under."""
+DRAFT_SHARED = ("model.embed_tokens",)
+"""Modules of the draft's model that are the policy's own."""
+INTEGERS = {"I64": torch.int64, "I32": torch.int32}
+"""Types of a safetensors file that are not floating-point ones."""
 
 
 class VllmEngine:
@@ -32,6 +41,8 @@ class VllmEngine:
     `folder` holds the policy as Hugging Face writes it; `draft_folder` an exported head, for `eagle3` only.
     `max_model_len` (tokens) bounds prompt plus response. Raises `EngineError` for an unsupported vLLM, `ModelError` for
     folders without weights, and `PublishError` when vLLM did not load what lies in them.
+
+    With `history` drafts the engine reads `history_index`, to which its owner adds what is to last beyond a call.
     """
 
     def __init__(
@@ -44,18 +55,28 @@ class VllmEngine:
         max_model_len: int,
         seed: int = 0,
         versions: Versions | None = None,
+        history_index: HistoryIndex | None = None,
     ) -> None:
         prepare_environment()
         self.repairs = compat.apply()
         from vllm import LLM
 
         self.num_draft_tokens = num_draft_tokens(draft)
-        self.versions = versions or Versions(policy=0, draft=0 if draft_folder else -1)
-        self._max_num_seqs = config.max_num_seqs
+        self._drafts_with_mtp = isinstance(draft, MtpDraft) and self.num_draft_tokens > 0
+        self.versions = versions or Versions(policy=0, draft=0 if draft_folder or self._drafts_with_mtp else -1)
         self._max_model_len = max_model_len
         self._logprob_share = config.logprob_share
-        self._shapes = checkpoint_shapes(folder)
-        self._draft_shapes = checkpoint_shapes(draft_folder) if draft_folder is not None else None
+        self._specs = {"policy": checkpoint_specs(folder)}
+        if self._drafts_with_mtp:
+            mtp.check_folder(folder, {name: spec.shape for name, spec in self._specs["policy"].items()})
+        elif draft_folder is not None and is_mimo(folder):
+            raise ConfigError(
+                'draft.method is "eagle3" and the policy is a MiMo-style one, whose inner hidden states vLLM does not '
+                'hand out. Set draft.method = "mtp", or engine.kind = "reference".'
+            )
+        if draft_folder is not None:
+            self._specs["draft"] = checkpoint_specs(draft_folder)
+        engine_len = _with_room_for_drafts(folder, max_model_len, self.num_draft_tokens)
         with torch.random.fork_rng(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # vLLM looks at every attribute of every module, deprecated ones too.
             # vLLM seeds the global generators of the process it lives in; the fork gives them back as they were.
@@ -65,12 +86,12 @@ class VllmEngine:
                 dtype=config.dtype,
                 seed=seed,
                 enforce_eager=True,
-                max_model_len=max_model_len,
+                max_model_len=engine_len,
                 max_num_seqs=config.max_num_seqs,
                 kv_cache_memory_bytes=int(config.kv_cache_gib * 2**30),
                 # All prompts fit one step, so none is prefilled in pieces: vLLM rewinds the seeded generator of an
                 # unfinished prefill with a call that CPU generators lack (GPUModelRunner._bookkeeping_sync, 0.32.0).
-                max_num_batched_tokens=config.max_num_seqs * max_model_len,
+                max_num_batched_tokens=config.max_num_seqs * engine_len,
                 speculative_config=speculative_config(draft, draft_folder),
                 # Processors and the record must see real ids, not the placeholders of an asynchronous scheduler.
                 async_scheduling=False,
@@ -83,9 +104,22 @@ class VllmEngine:
             )
         self._engine = self._llm.llm_engine
         self._runner = self._engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
-        self.repairs += compat.install_sampler(self._runner)
+        self.repairs += compat.install_sampler(self._runner) + compat.install_plain_steps(self._runner)
         self._recorder = BlockRecorder(self._runner)
+        self._lengths = StepLengths(self.num_draft_tokens)
+        self._engine.engine_core.engine_core.scheduler.dynamic_sd_lookup = self._lengths
+        self.history: HistoryIndex | None = None
+        if isinstance(draft, HistoryDraft) and self.num_draft_tokens > 0:
+            self.history = history_index or HistoryIndex.from_config(draft)
+            self._lengths.may_draft = lambda: self.history is not None and self.history.can_draft
+            self._runner.drafter.attach(self._runner, self.history, self._lengths)
         self._calls = 0
+        self._logs = {
+            "policy": PublishLog("policy", self.versions.policy),
+            "draft": PublishLog("draft", self.versions.draft),
+        }
+        self._num_publishes = 0
+        self._unusable: dict[str, int] = {}
         self._check_loaded(folder, draft_folder)
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Rollouts:
@@ -95,27 +129,40 @@ class VllmEngine:
         and record disagree.
         """
         check_sampling(sampling, self.num_draft_tokens)
+        for what, version in self._unusable.items():
+            raise EngineError(
+                f"The publish of {what} version {version} failed, and the engine may hold half of it. Publish the "
+                f"whole {what} again before generating."
+            )
         self._calls += 1
         began = time.perf_counter()
         self._recorder.start()
+        self._lengths.start()
+        if self.history is not None:
+            self.history.start_call(request.prompt.token_ids for request in requests)
+            self._runner.drafter.start()
         outputs: dict[int, Any] = {}
-        for index, request in enumerate(requests):
-            self._engine.add_request(
-                f"{self._calls}:{index}",
-                {"prompt_token_ids": list(request.prompt.token_ids)},
-                self._sampling_params(request, sampling),
-            )
         try:
+            for index, request in enumerate(requests):
+                self._engine.add_request(
+                    f"{self._calls}:{index}",
+                    {"prompt_token_ids": list(request.prompt.token_ids)},
+                    self._sampling_params(request, sampling),
+                )
             while self._engine.has_unfinished_requests():
                 for output in self._engine.step():
                     if output.finished:
-                        outputs[int(output.request_id.split(":")[1])] = output.outputs[0]
+                        index = int(output.request_id.split(":")[1])
+                        outputs[index] = output.outputs[0]
+                        if self.history is not None:
+                            self.history.finish(requests[index].prompt.token_ids, output.outputs[0].token_ids)
         except BaseException:
-            # Ctrl-C in the middle of a call: the engine stays usable for the next one.
+            # A request that does not fit, or Ctrl-C: what is in the engine must not run in the next call.
             self._engine.abort_request([f"{self._calls}:{index}" for index in range(len(requests))])
             raise
         seconds = time.perf_counter() - began
-        blocks = self._blocks_by_index(len(requests))
+        asked = self._lengths.asked()
+        blocks = self._blocks_by_index(len(requests), asked)
         completions = tuple(
             self._completion(request, outputs[index], blocks[index]) for index, request in enumerate(requests)
         )
@@ -124,52 +171,50 @@ class VllmEngine:
             engine_steps=self._recorder.num_steps,
             live_batch=self._recorder.live_batch(began),
         )
-        return Rollouts(completions=completions, stats=stats, seconds=seconds)
+        return Rollouts(completions, stats, seconds, self._recorder.steps(asked))
 
-    def publish(self, policy: Mapping[str, torch.Tensor], versions: Versions) -> None:
-        """Load the policy into the live engine through vLLM's own reload, reset its caches, check every tensor."""
-        state = self._untie(policy)
-        weights.check_complete(state, self._shapes, "policy")
-        self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(state.items())})
-        if "lm_head.weight" not in state:
-            compat.retie_lm_head(self._runner.get_model())
-        self._reset_caches()
-        self._check_policy(state)
-        self.versions = Versions(policy=versions.policy, draft=self.versions.draft)
+    def publish(self, policy: Weights, versions: Versions) -> PublishReport:
+        """Load the policy into the live engine through vLLM's own reload, reset its caches, check every tensor.
 
-    def publish_draft(self, draft: Mapping[str, torch.Tensor], versions: Versions) -> None:
-        """Load the draft into the live engine; check that it arrived and that the policy's embedding did not move."""
-        if self._draft_shapes is None:
+        See `engine.base.RolloutEngine`. Tensors that come at once are all looked at before anything is loaded.
+        """
+        began = time.perf_counter()
+        published = self._take_in("policy", policy, versions.policy)
+        draft = versions.draft if self._drafts_with_mtp else self.versions.draft
+        self.versions = Versions(policy=versions.policy, draft=draft)
+        return self._report(published, began)
+
+    def publish_draft(self, draft: Weights, versions: Versions) -> PublishReport:
+        """The same for the draft's weights; what it shares with the policy must not move."""
+        if "draft" not in self._specs:
             raise PublishError("This engine has no draft with weights: it cannot take a draft publish.")
-        weights.check_complete(draft, self._draft_shapes, "draft")
-        from vllm.config import set_current_vllm_config
-        from vllm.model_executor.model_loader.reload.inplace import reload_weights
-
-        model = self._runner.drafter.model
-        before = model.model.embed_tokens.weight.detach().clone()
-        with set_current_vllm_config(self._runner.vllm_config):
-            reload_weights(
-                self._runner.vllm_config,
-                model,
-                weights_iterator=iter(draft.items()),
-                weights_path=None,
-                is_checkpoint_format=True,
-            )
-        if not torch.equal(before, self._runner.get_model().model.embed_tokens.weight):
+        began = time.perf_counter()
+        embedding = self._runner.get_model().model.embed_tokens
+        before = embedding.weight.detach().clone()
+        published = self._take_in("draft", draft, versions.draft)
+        if not torch.equal(before, embedding.weight):
+            self._unusable["policy"] = self.versions.policy
             raise PublishError("Publishing the draft changed the policy's embedding, which the two share in vLLM.")
-        self._reset_caches()
-        self._check_draft(draft)
         self.versions = Versions(policy=self.versions.policy, draft=versions.draft)
+        return self._report(published, began)
+
+    def forget_versions(self) -> None:
+        """See `RolloutEngine.forget_versions`."""
+        for log in self._logs.values():
+            log.forget()
 
     def limit_drafts(self, num_draft_tokens: int) -> None:
-        """See `RolloutEngine.limit_drafts`. vLLM's own table of k by batch size (dynamic speculation, 0.32) holds it.
+        """See `RolloutEngine.limit_drafts`.
 
-        Where k more tokens would not fit `max_model_len`, vLLM drafts k times token 0 whatever the table says
+        Where k more tokens would not fit `max_model_len`, vLLM drafts k times token 0 whatever was asked for
         (`GPUModelRunner.sample_tokens`): rejected or accepted by the same rule, so the law is the same there too.
         """
         check_draft_limit(num_draft_tokens, self.num_draft_tokens)
-        table = [num_draft_tokens] * (self._max_num_seqs + 1) if num_draft_tokens < self.num_draft_tokens else None
-        self._engine.engine_core.engine_core.scheduler.dynamic_sd_lookup = table
+        self._lengths.limit = num_draft_tokens
+
+    def choose_drafts(self, choose: Callable[[int], int] | None) -> None:
+        """See `RolloutEngine.choose_drafts`."""
+        self._lengths.choose = choose
 
     def close(self) -> None:
         """Shut the engine core down and drop the references, so that its memory can be reused."""
@@ -209,10 +254,10 @@ class VllmEngine:
         """A fixed share of the requests, chosen by a hash of the seed, so that a resumed run asks for the same."""
         return (request.seed * 2654435761 % 2**32) / 2**32 < self._logprob_share
 
-    def _blocks_by_index(self, count: int) -> list[list[Block]]:
+    def _blocks_by_index(self, count: int, asked: Sequence[int]) -> list[list[Block]]:
         """vLLM appends a random suffix to our request ids (`InputProcessor.assign_request_id`, 0.32): strip it."""
         blocks: list[list[Block]] = [[] for _ in range(count)]
-        for engine_id, recorded in self._recorder.blocks().items():
+        for engine_id, recorded in self._recorder.blocks(asked).items():
             call, _, index = engine_id.rpartition("-")[0].partition(":")
             if int(call) != self._calls:
                 raise EngineError(f"vLLM sampled for request {engine_id} of an earlier generate call.")
@@ -251,39 +296,140 @@ class VllmEngine:
                 "vLLM did not reset its prefix cache after a publish: old keys and values would be reused."
             )
 
-    def _untie(self, policy: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """A tied policy's state may list lm_head apart; it must then be the embedding, and is sent once."""
-        state = dict(policy)
-        if "lm_head.weight" in state and "lm_head.weight" not in self._shapes:
-            if not torch.equal(state["lm_head.weight"], state["model.embed_tokens.weight"]):
-                raise PublishError(
-                    "policy publish: lm_head.weight differs from model.embed_tokens.weight, and the engine ties them."
-                )
-            del state["lm_head.weight"]
-        return state
+    def _take_in(self, what: str, tensors: Weights, version: int) -> weights.Published:
+        """One publish from the first tensor to the last check. The engine is unusable unless it comes to its end."""
+        log = self._logs[what]
+        log.check_version(version)
+        self._num_publishes += 1
+        published = self._published(what)
+        if isinstance(tensors, Mapping):
+            try:
+                ready = list(published.take(tensors))
+                published.finish()
+                log.check_content(version, published.checksums)
+            except PublishError as error:
+                raise PublishError(f"{error} Nothing was loaded.") from error
+            stream = iter(ready)
+        else:
+            stream = published.stream(tensors)
+        before = {name: weights.kernels(model) for name, model in self._models().items()}
+        self._unusable[what] = version
+        self._load(what, stream)
+        published.finish()
+        log.check_content(version, published.checksums)
+        self._reset_caches()
+        self._check(what, published, before)
+        log.record(version, published.checksums)
+        del self._unusable[what]
+        return published
 
-    def _check_policy(self, state: Mapping[str, torch.Tensor]) -> None:
-        expected = dict(state)
-        if "lm_head.weight" not in expected:
-            # Tied, but packed apart by vLLM: what the head uses must follow the embedding.
-            expected["lm_head.weight"] = expected["model.embed_tokens.weight"]
-        weights.check_equal(self._runner.get_model(), expected, "policy")
+    def _published(self, what: str) -> weights.Published:
+        return weights.Published(
+            what,
+            self._specs[what],
+            self._runner.model_config.dtype,
+            weights.Probes(self._num_publishes),
+            self._packed_names(what),
+        )
 
-    def _check_draft(self, state: Mapping[str, torch.Tensor]) -> None:
-        model = self._runner.drafter.model
-        if model.model.embed_tokens is not self._runner.get_model().model.embed_tokens:
+    def _report(self, published: weights.Published, began: float) -> PublishReport:
+        return PublishReport(
+            versions=self.versions,
+            tensors=len(published.checksums),
+            bytes=published.num_bytes,
+            checksums=published.checksums,
+            digest=published.digest(),
+            seconds=time.perf_counter() - began,
+        )
+
+    def _models(self) -> dict[str, Any]:
+        """The live vLLM models that hold published weights."""
+        models = {"policy": self._runner.get_model()}
+        if "draft" in self._specs or self._drafts_with_mtp:
+            models["draft"] = self._runner.drafter.model
+        return models
+
+    def _packed_names(self, what: str) -> frozenset[str]:
+        if what == "draft":
+            return weights.packed_names(self._runner.drafter.model, renames=DRAFT_NAMES, skip=DRAFT_SHARED)
+        names = weights.packed_names(self._runner.get_model())
+        return names | mtp.packed_names(self._runner) if self._drafts_with_mtp else names
+
+    def _load(self, what: str, stream: Iterator[tuple[str, torch.Tensor]]) -> None:
+        try:
+            if what == "draft":
+                compat.reload(self._runner, self._runner.drafter.model, stream)
+                return
+            head: dict[str, torch.Tensor] = {}
+            self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": _set_aside_mtp(stream, head)})
+            if weights.HEAD not in self._specs["policy"]:
+                compat.retie_lm_head(self._runner.get_model())
+            if self._drafts_with_mtp:
+                mtp.publish(self._runner, head)
+        except BaseException:
+            for model in self._models().values():
+                compat.end_reload(self._runner, model)
+            raise
+
+    def _check(self, what: str, published: weights.Published, before: Mapping[str, weights.Kernels] | None) -> None:
+        """What the engine will use against what came. `before` is None when nothing was loaded but at its start."""
+        old = before or {}
+        fingerprints = published.fingerprints
+        if what == "draft":
+            self._check_shares()
+            weights.check_used(
+                self._runner.drafter.model, fingerprints, published.probes, what,
+                renames=DRAFT_NAMES, skip=DRAFT_SHARED, before=old.get("draft"),
+            )  # fmt: skip
+            return
+        trunk, head = split_state(fingerprints)
+        weights.check_used(self._runner.get_model(), trunk, published.probes, what, before=old.get("policy"))
+        if self._drafts_with_mtp:
+            mtp.check(self._runner, head, published.probes, before=old.get("draft"))
+
+    def _check_shares(self) -> None:
+        """Draft and policy share the embedding, which follows the policy, and nothing else."""
+        draft, policy = self._runner.drafter.model, self._runner.get_model()
+        if draft.model.embed_tokens is not policy.model.embed_tokens:
             raise PublishError("The draft has an embedding of its own in vLLM: it would not follow the policy's.")
-        if model.lm_head is self._runner.get_model().lm_head:
+        if draft.lm_head is policy.lm_head:
             raise PublishError(
                 "The draft and the policy share one lm_head in vLLM: publishing one would change the other."
             )
-        weights.check_equal(model, state, "draft", renames=DRAFT_NAMES, skip=("model.embed_tokens",))
 
     def _check_loaded(self, folder: Path, draft_folder: Path | None) -> None:
         """What vLLM loaded is what lies on disk: a checkpoint misread at start is found before the first step."""
-        self._check_policy(checkpoint_tensors(folder))
-        if draft_folder is not None:
-            self._check_draft(checkpoint_tensors(draft_folder))
+        for what, place in (("policy", folder), ("draft", draft_folder)):
+            if place is None:
+                continue
+            published = self._published(what)
+            for name, tensor in checkpoint_tensors(place).items():
+                in_memory = tensor.to(self._runner.model_config.dtype) if tensor.is_floating_point() else tensor
+                for _ in published.take({name: in_memory}):
+                    pass
+            published.finish()
+            self._check(what, published, before=None)
+
+
+def _set_aside_mtp(
+    stream: Iterator[tuple[str, torch.Tensor]], head: dict[str, torch.Tensor]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The policy's stream without its MTP layer, which goes to `head`: vLLM holds that in another model."""
+    for name, tensor in stream:
+        if name.startswith(MTP_PREFIX):
+            head[name] = tensor
+        else:
+            yield name, tensor
+
+
+def _with_room_for_drafts(folder: Path, max_model_len: int, num_draft_tokens: int) -> int:
+    """The length vLLM is told, in tokens, where the policy has positions for more than a sequence may use.
+
+    vLLM 0.32 drafts for nobody in a step in which k more tokens behind the longest running sequence, its drafts
+    included, exceed this length (`GPUModelRunner._input_fits_in_drafter`), and leaves holes in the draft's keys.
+    """
+    positions = json.loads((folder / "config.json").read_text()).get("max_position_embeddings", max_model_len)
+    return max(max_model_len, min(max_model_len + 2 * num_draft_tokens, positions))
 
 
 def prepare_environment() -> None:
@@ -302,7 +448,7 @@ def num_draft_tokens(draft: Draft) -> int:
     match draft:
         case NoDraft():
             return 0
-        case Eagle3Draft() | NgramDraft():
+        case Eagle3Draft() | NgramDraft() | HistoryDraft() | MtpDraft():
             return draft.num_draft_tokens
         case _:
             assert_never(draft)
@@ -330,6 +476,14 @@ def speculative_config(draft: Draft, draft_folder: Path | None) -> dict[str, Any
                 "prompt_lookup_min": draft.min_ngram,
                 "prompt_lookup_max": draft.max_ngram,
             }
+        case HistoryDraft():
+            return {
+                "method": "custom_class",
+                "model": history.CLASS_PATH,
+                "num_speculative_tokens": draft.num_draft_tokens,
+            }
+        case MtpDraft():
+            return {"method": "mtp", "num_speculative_tokens": draft.num_draft_tokens}
         case _:
             assert_never(draft)
 
@@ -344,9 +498,13 @@ def check_sampling(sampling: Sampling, num_draft_tokens: int) -> None:
         )
 
 
-def checkpoint_shapes(folder: Path) -> dict[str, torch.Size]:
-    """Names and shapes of the tensors in a folder's safetensors files. Raises `ModelError` when there are none."""
-    return {name: torch.Size(handle.get_slice(name).get_shape()) for name, handle in _tensors(folder)}
+def checkpoint_specs(folder: Path) -> dict[str, weights.Spec]:
+    """What the tensors in a folder's safetensors files look like. Raises `ModelError` when there are none."""
+    specs = {}
+    for name, handle in _tensors(folder):
+        stored = handle.get_slice(name)
+        specs[name] = weights.Spec(torch.Size(stored.get_shape()), INTEGERS.get(stored.get_dtype()))
+    return specs
 
 
 def checkpoint_tensors(folder: Path) -> dict[str, torch.Tensor]:

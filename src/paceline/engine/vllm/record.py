@@ -10,11 +10,13 @@ Legend: B rows of the batch, K most draft tokens of a row.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from paceline.engine.base import EngineStep
 from paceline.errors import EngineError
 from paceline.types import Block
 
@@ -25,6 +27,7 @@ PLACEHOLDER = -1
 @dataclass(frozen=True, slots=True)
 class _Step:
     seconds: float
+    cpu_seconds: float
     request_ids: list[str]
     """[B] the engine's ids, aligned with the rows."""
     discarded: list[bool]
@@ -43,6 +46,7 @@ class BlockRecorder:
     def __init__(self, runner: Any) -> None:
         self._runner = runner
         self._steps: list[_Step] = []
+        self._began = time.perf_counter(), time.process_time()
         self._sample = runner._sample
         runner._sample = self._record
 
@@ -53,6 +57,7 @@ class BlockRecorder:
         self._steps.append(
             _Step(
                 seconds=time.perf_counter(),
+                cpu_seconds=time.process_time(),
                 request_ids=self._runner.input_batch.req_ids[:num_rows],
                 discarded=self._runner.discard_request_mask.np[:num_rows].tolist(),
                 draft_token_ids=spec_decode_metadata.draft_token_ids if drafted else None,
@@ -65,6 +70,7 @@ class BlockRecorder:
     def start(self) -> None:
         """Forget everything recorded so far."""
         self._steps.clear()
+        self._began = time.perf_counter(), time.process_time()
 
     @property
     def num_steps(self) -> int:
@@ -80,14 +86,29 @@ class BlockRecorder:
                 changes.append((round(step.seconds - since_s, 6), live))
         return tuple(changes)
 
-    def blocks(self) -> dict[str, list[Block]]:
-        """Blocks of every request by the engine's request id, in the order of the steps.
+    def steps(self, asked: Sequence[int]) -> tuple[EngineStep, ...]:
+        """Every step since `start`, from one sampling call to the next. `asked`: k of the drafts each of them verified.
+
+        Raises `EngineError` when steps and `asked` are not equally many.
+        """
+        self._check_asked(asked)
+        clocks = [self._began, *((step.seconds, step.cpu_seconds) for step in self._steps)]
+        return tuple(
+            EngineStep(ended - began, ended_cpu - began_cpu, step.discarded.count(False), num_asked)
+            for (began, began_cpu), (ended, ended_cpu), step, num_asked in zip(
+                clocks[:-1], clocks[1:], self._steps, asked, strict=True
+            )
+        )
+
+    def blocks(self, asked: Sequence[int]) -> dict[str, list[Block]]:
+        """Blocks of every request by the engine's request id, in the order of the steps. `asked` as for `steps`.
 
         Raises `EngineError` when the committed tokens do not start with the accepted draft tokens: rows and requests
         would then be misaligned, and every figure derived from the record wrong.
         """
+        self._check_asked(asked)
         blocks: dict[str, list[Block]] = {}
-        for step in self._steps:
+        for step, num_asked in zip(self._steps, asked, strict=True):
             live = step.discarded.count(False)
             rows = step.sampled_token_ids.tolist()
             drafted = step.draft_token_ids.tolist() if step.draft_token_ids is not None else []
@@ -105,6 +126,15 @@ class BlockRecorder:
                         f"vLLM committed {tokens} to request {request_id} where {draft} was drafted: that must be "
                         "accepted draft tokens and one more. The block record does not fit this vLLM version."
                     )
-                block = Block(draft_token_ids=draft, num_accepted=accepted, token_ids=tokens, live_batch=live)
+                # Nothing can be drafted for the first step of a request, in which its prompt is read.
+                asked_here = num_asked if request_id in blocks else 0
+                block = Block(draft, accepted, tokens, live_batch=live, num_asked=asked_here)
                 blocks.setdefault(request_id, []).append(block)
         return blocks
+
+    def _check_asked(self, asked: Sequence[int]) -> None:
+        if len(asked) != len(self._steps):
+            raise EngineError(
+                f"vLLM scheduled {len(asked)} steps and sampled in {len(self._steps)}: its record of steps does not "
+                "fit this vLLM version."
+            )

@@ -103,6 +103,26 @@ class SlotSampler(RejectionSampler):
             slot += 1
         return SamplerOutput(sampled_token_ids=tokens_BK1, logprobs_tensors=logprobs.tensors)
 
+    def plain(self, logits: torch.Tensor, sampling_metadata: SamplingMetadata) -> SamplerOutput:
+        """A step without any draft, [B, V] logits: the tokens that `forward` would draw, without its bookkeeping."""
+        if not self._covers(sampling_metadata) or _has_processors(sampling_metadata):
+            return self.sampler(logits=logits, sampling_metadata=sampling_metadata)
+        logits_BV = constrain(logits.to(torch.float32, copy=True), slice(None), sampling_metadata)
+        if sampling_metadata.all_greedy:
+            tokens_B = _most_likely(logits_BV)
+        else:
+            probs_BV = logits_BV.softmax(-1)
+            _check(~probs_BV[:, 0].isnan())
+            counts = [0] * logits.shape[0]
+            tokens_B = sample_with(probs_BV, draw_uniforms(counts, sampling_metadata.generators, logits.device)[:, 0])
+            if not sampling_metadata.all_random:
+                is_greedy_B = sampling_metadata.temperature < GREEDY_BELOW
+                tokens_B = torch.where(is_greedy_B, _most_likely(logits_BV), tokens_B)
+        num_logprobs, logprobs = sampling_metadata.max_num_logprobs, None
+        if num_logprobs is not None:
+            logprobs = self.sampler.gather_logprobs(self.sampler.compute_logprobs(logits_BV), num_logprobs, tokens_B)
+        return SamplerOutput(sampled_token_ids=tokens_B.int().unsqueeze(1), logprobs_tensors=logprobs)
+
     def _covers(self, sampling_metadata: SamplingMetadata) -> bool:
         asks_logprobs = sampling_metadata.max_num_logprobs is not None
         return (
@@ -138,12 +158,15 @@ def draw_uniforms(counts: list[int], generators: dict[int, torch.Generator], dev
     return uniforms_BK1
 
 
-def constrain(logits_RV: torch.Tensor, rows_R: torch.Tensor, sampling_metadata: SamplingMetadata) -> torch.Tensor:
+def constrain(
+    logits_RV: torch.Tensor, rows_R: torch.Tensor | slice, sampling_metadata: SamplingMetadata
+) -> torch.Tensor:
     """Temperature, then vLLM's own top-k and top-p, for the sequences `rows_R`. Changes `logits_RV` in place."""
     if sampling_metadata.all_greedy:
         return logits_RV
-    temperature_R = sampling_metadata.temperature[rows_R]
-    scale_R = torch.where(temperature_R < GREEDY_BELOW, 1.0, temperature_R)
+    scale_R = sampling_metadata.temperature[rows_R]
+    if not sampling_metadata.all_random:
+        scale_R = torch.where(scale_R < GREEDY_BELOW, 1.0, scale_R)
     if bool((scale_R != 1.0).any()):
         logits_RV.div_(scale_R.unsqueeze(1))
     top_k, top_p = sampling_metadata.top_k, sampling_metadata.top_p
@@ -170,9 +193,15 @@ def _sampled(
 
 def _greedy(logits_RV: torch.Tensor, drafts_R: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """As `_sampled`, at temperature 0."""
-    committed_R = Sampler.greedy_sample(logits_RV)  # That of a NaN, if there is one.
-    _check(logits_RV.gather(1, committed_R.unsqueeze(1)).isfinite())
+    committed_R = _most_likely(logits_RV)
     return committed_R, committed_R == drafts_R
+
+
+def _most_likely(logits_RV: torch.Tensor) -> torch.Tensor:
+    """[R]"""
+    tokens_R = Sampler.greedy_sample(logits_RV)  # That of a NaN, if there is one.
+    _check(logits_RV.gather(1, tokens_R.unsqueeze(1)).isfinite())
+    return tokens_R
 
 
 def _check(good_R: torch.Tensor) -> None:
