@@ -24,7 +24,7 @@ VARIANTS: Mapping[str, tuple[str, ...]] = {
     for online in ("off", "always")
 }
 COSTS: Mapping[str, tuple[tuple[str, ...], float, float]] = {
-    "demo": (("--run.num_steps", "4", "--algorithm.prompts_per_step", "40", "--draft.num_answers", "64"), 0.10, 0.04),
+    "demo": (("--run.num_steps", "4", "--algorithm.prompts_per_step", "48", "--draft.num_answers", "64"), 0.10, 0.04),
     "smollm2-chain-sum": (
         ("--run.num_steps", "3", "--algorithm.prompts_per_step", "64", "--algorithm.group_size", "8"),
         0.08,
@@ -156,11 +156,9 @@ def _figures(what: str, recipe: str, overrides: Sequence[str], seed: int) -> Any
 DRAFT_TESTS = "tests/parity/test_draft_vllm.py"
 
 MEASUREMENTS = {
-    "prediction": lambda: (
-        *prediction("eagle3_tiny", "demo", ()),
-        *prediction("eagle3_smollm2", "smollm2-chain-sum", ()),
-        *prediction("mtp_tiny", "tiny-mtp", ()),
-    ),
+    "prediction_tiny": lambda: prediction("eagle3_tiny", "demo", ()),
+    "prediction_smollm2": lambda: prediction("eagle3_smollm2", "smollm2-chain-sum", ()),
+    "prediction_mtp": lambda: prediction("mtp_tiny", "tiny-mtp", ()),
     "cost_tiny": lambda: costs("demo"),
     "cost_smollm2": lambda: costs("smollm2-chain-sum"),
     "curves": curves,
