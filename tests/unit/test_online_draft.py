@@ -180,6 +180,17 @@ def test_the_draft_learns_in_exactly_the_steps_that_its_budget_names(monkeypatch
     assert steps == learned
 
 
+@pytest.mark.parametrize(("newest", "learns"), [(1.96, False), (1.9, True)])
+def test_below_peak_waits_until_the_level_is_two_per_cent_below(monkeypatch, newest, learns):
+    # Level, half of the newest prediction: 1 % below its peak of 2.0, or 2.5 %.
+    predicting(monkeypatch, [2.0, newest])
+    trainer = make_trainer(tiny_policy(dtype=torch.float32))
+    draft = make(trainer.model, online="below_peak")
+    for _ in range(2):
+        draft.predict(draft.probe(samples()))
+    assert (step(trainer, draft)[1].updates > 0) == learns
+
+
 def test_the_lag_counts_policy_versions_since_the_draft_last_learned():
     trainer = make_trainer(tiny_policy(dtype=torch.float32))
     draft = make(trainer.model, online_every=3)
