@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Iterable
+from functools import partial
 
 from benchmarks.bars import Bar, main, run
 from benchmarks.certify_runs import certify_bars, engine_fault_bars
@@ -25,7 +27,10 @@ MEASUREMENTS = {
     "faults": fault_bars,
     "engine_faults": engine_fault_bars,
     "sampler": sampler_bars,
-    "certify": certify_bars,
+    **{
+        f"certify_t{temperature}_top_p{top_p}": partial(certify_bars, temperature, top_p)
+        for temperature, top_p in itertools.product((0.6, 1.0), (1.0, 0.9))
+    },
 }
 
 if __name__ == "__main__":

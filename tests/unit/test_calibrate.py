@@ -67,7 +67,7 @@ def test_after_a_calibration_the_engine_drafts_as_it_was_built_to(measured):
 
 
 def test_only_steps_with_the_whole_batch_and_a_settled_k_are_counted(measured):
-    """k changes every third step; the first step of each k still has the drafter read the verification of another k."""
+    """The first step of each k still has the drafter read the verification of another k; of k = 0 the last one, too."""
     recipe, parts, _ = measured
     engine = parts.engine
     asked = []
@@ -89,11 +89,26 @@ def test_only_steps_with_the_whole_batch_and_a_settled_k_are_counted(measured):
     engine.choose_drafts(None)
     (steps,) = asked
     whole = list(itertools.takewhile(lambda step: step.live == 4, steps))
-    # The steps come in threes of one k. Of the first three only the last counts: prompts are read in the first.
-    counted = [step.seconds for index, step in enumerate(whole) if index % 3 > 0 and index != 1]
-    assert [t.seconds for t in times] == counted
+    # The steps come in fours of one k. The first two do not count: prompts are read in the first.
+    places = [index % 4 for index in range(len(whole))]
+    counted = [
+        step.seconds
+        for index, (step, place) in enumerate(zip(whole, places, strict=True))
+        if place > 0 and index != 1 and (step.num_asked > 0 or place < 3)
+    ]
+    assert [t.seconds for t in times] == counted and {t.k for t in times} == {0, 1, 2, 3}
     assert len(times) > len(steps) / 3
     assert [t.context for t in times] == sorted(t.context for t in times)
+
+
+def test_a_step_without_drafts_counts_only_where_none_follow_it():
+    assert calibrate.settled([0, 0, 0, 0, 2, 2, 2, 0, 0, 0, 3]) == [
+        *(False, False, True, False),  # Prompts are read in the first two; drafts follow on the fourth.
+        *(False, True, True),
+        *(False, True, False),
+        False,
+    ]
+    assert calibrate.settled([0, 0, 0]) == [False, False, False]  # What follows on the last step is not known.
 
 
 def test_k_comes_in_turns_that_give_every_k_the_same_share():

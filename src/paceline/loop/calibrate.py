@@ -2,7 +2,7 @@
 
 A step is timed, not a token: a step with drafts commits a random number of tokens. All of it happens in one live
 engine, and k changes within every generate call, so that a slow minute of the machine falls on all k alike. k is held
-for a few steps and the first of them is left out: the drafter also reads what the step before verified.
+for a few steps, and those in which it changes are left out.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from paceline.types import Completion, Prompt, Request, Sampling
 
 CALIBRATE_STEP = -5
 """Stands for the step in the seeds of what is sampled here."""
-STEPS_PER_K = 3
-"""Engine steps in a row with the same k; the first is not counted."""
+STEPS_PER_K = 4
+"""Engine steps in a row with the same k; see `settled` for which of them count."""
 MAX_TOKENS = 256
 """Longest response that is generated for a measurement."""
 MIN_REPEATS = 4
@@ -119,6 +119,18 @@ def lengths_in_turn(longest: int, rng: random.Random) -> Iterator[int]:
     while True:
         for k in rng.sample(range(longest + 1), longest + 1):
             yield from [k] * STEPS_PER_K
+
+
+def settled(asked: Sequence[int]) -> list[bool]:
+    """Which steps of a call say what their k costs, from the k of the drafts that each verified.
+
+    The first two steps read prompts. After a change the drafter reads what another k committed. And before one a step
+    without drafts is no plain one: it prepares the drafts that follow, at the price of a step that speculates.
+    """
+    return [
+        index >= 2 and k == asked[index - 1] and (k > 0 or asked[index + 1 : index + 2] == [0])
+        for index, k in enumerate(asked)
+    ]
 
 
 def grid_points(times: Sequence[StepTime], middle: float, clock: Clock = "wall") -> list[CalibrationPoint]:
@@ -237,10 +249,11 @@ def _generate(
     committed = [_tokens_before(completion) for completion in rollouts.completions]
     prompt_tokens = statistics.fmean(len(prompt.token_ids) for prompt in prompts)
     found = []
+    counts = settled([step.num_asked for step in rollouts.steps])
     for index, step in enumerate(rollouts.steps):
         if step.live != len(requests):
             break
-        if index >= 2 and step.num_asked == rollouts.steps[index - 1].num_asked:
+        if counts[index]:
             context = prompt_tokens + statistics.fmean(tokens[index] for tokens in committed)
             found.append(StepTime(len(requests), step.num_asked, context, step.seconds, step.cpu_seconds))
     return found
