@@ -156,12 +156,14 @@ def plant_all(arm: str, head: Path) -> Iterable[dict[str, Any]]:
     try:
         for name, fault in FAULTS.items():
             with fault.planted(parts) as faulty:
-                for judged in measure(recipe, faulty):
+                for measured in measure(recipe, faulty):
+                    judged = measured.judge()
                     named = fault.is_named_by(judged.findings, judged.num_draft_tokens)
                     if named or judged.tokens >= FAULT_TOKENS:
                         yield record(name, judged, named)
                         break
-        yield record(None, next(judged for judged in measure(recipe, parts) if judged.tokens >= FAULT_TOKENS), False)
+        right = next(measured for measured in measure(recipe, parts) if measured.tokens >= FAULT_TOKENS)
+        yield record(None, right.judge(), False)
     finally:
         parts.close()
 

@@ -82,30 +82,20 @@ def curves(recipe_path: str, overrides: Sequence[str], seed: int) -> dict[str, A
 
 
 def costs(recipe_path: str, overrides: Sequence[str], seed: int) -> dict[str, Any]:
-    """Seconds per step of a run that trains its draft in every step and of one that does not; steps in turns."""
-    results: dict[str, Any] = {}
-    with (
-        _run(recipe_path, [*overrides, "--draft.online", "off"], seed) as frozen,
-        _run(recipe_path, [*overrides, "--draft.online", "always"], seed) as online,
-    ):
-        runs = {"off": frozen, "always": online}
-        lines: dict[str, list[Mapping[str, Any]]] = {"off": [], "always": []}
-        draft_s: dict[str, list[float]] = {"off": [], "always": []}
-        clocks = {name: _timed(run.parts.draft) for name, run in runs.items()}
-        while not frozen.finished:
-            for name in sorted(runs, reverse=frozen.step % 2 == 1):
-                before = clocks[name][0]
-                lines[name].append(runs[name].run_step())
-                draft_s[name].append(clocks[name][0] - before)
-                _say(name, lines[name][-1])
-    for name, steps in lines.items():
-        results[name] = {
-            "stage_s": [dict(step["stage_s"]) for step in steps],
-            "response_tokens": [step["tokens"]["response"] for step in steps],
-            "draft_s": draft_s[name],
-            "draft": [dict(step["draft"]) for step in steps],
-        }
-    return results
+    """Seconds of each step of a run that trains its draft in every step, and of the draft's own part of them."""
+    lines, draft_s = [], []
+    with _run(recipe_path, [*overrides, "--draft.online", "always"], seed) as run:
+        clock = _timed(run.parts.draft)
+        while not run.finished:
+            before = clock[0]
+            lines.append(run.run_step())
+            draft_s.append(clock[0] - before)
+            _say("costs", lines[-1])
+    return {
+        "stage_s": [dict(line["stage_s"]) for line in lines],
+        "response_tokens": [line["tokens"]["response"] for line in lines],
+        "draft_s": draft_s,
+    }
 
 
 @contextmanager

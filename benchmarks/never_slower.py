@@ -1,41 +1,103 @@
-"""Never slower: the chosen k against no speculation and every fixed k, the tail of a rollout, and what k = 0 costs."""
+"""Never slower: chosen k against none and every fixed k, the tail of a rollout, what k = 0 costs, and history drafts.
+
+A measurement that ends with an error holds "undecided", with its last line. `cells_*` and `tail_*` of one command share
+one calibration.
+"""
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import statistics
 import sys
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from benchmarks.bars import Bar, main, run
 from paceline.spec.stats import PairedRatio, paired_ratio
 
-SIZES = (1, 2, 4, 8, 16, 32)
 MARGIN = 0.97
 """Not inferior: at least this many times as fast."""
-POLICIES: Mapping[str, tuple[str, ...]] = {
-    "tiny": ("demo", "--draft.num_draft_tokens", "7", "--draft.depth", "7"),
-    "smollm2": (
-        "smollm2-chain-sum", "--draft.num_draft_tokens", "7", "--draft.depth", "4", "--draft.num_answers", "256",
-        "--draft.epochs", "4", "--sampling.temperature", "1.0", "--engine.max_num_seqs", "64",
-        "--sampling.max_tokens", "48",
+CLOSE = ("none", "adaptive", "k0", "none_again")
+"""Arms that are compared with each other, measured one after another: a slow minute falls on all of them."""
+
+
+Pairs = Sequence[tuple[float, float]]
+"""Seconds per token of neighbouring measurements: (baseline, arm)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What one call of `benchmarks.speed_runs` measures."""
+
+    sizes: str
+    """Requests that start together x calls of them, so that few requests still make a measurable time."""
+    arms: tuple[str, ...]
+    seconds: float
+    """Budget of the measurement; every arm is measured six times even so."""
+    max_tokens: int | None = None
+    """Where responses are cut; None: as the recipe says."""
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """A policy with its draft, and what of it is measured."""
+
+    recipe: str
+    overrides: tuple[str, ...]
+    cells: Plan
+    tail: Plan
+    tail_goal: float
+    """Times as fast as no speculation."""
+    history: tuple[str, ...]
+    """Overrides of the run with few prompts: whole epochs of whole steps."""
+    history_arms: tuple[str, ...]
+
+
+WORKLOADS: Mapping[str, Workload] = {
+    "tiny": Workload(
+        "demo",
+        ("--draft.num_draft_tokens", "7", "--draft.depth", "7"),
+        Plan("1x4,2x2,4,8,16,32", (*CLOSE, "k1", "k2", "k3", "k5", "k7"), seconds=270),
+        Plan("16x2,64x2", ("none", "adaptive", "k0", "k1", "k2", "k3", "k5", "k7"), seconds=150),
+        tail_goal=1.8,
+        history=(
+            "--data.num_train", "12", "--algorithm.prompts_per_step", "4", "--run.num_steps", "12",
+            "--run.checkpoint_every", "12", "--engine.max_num_seqs", "32", "--engine.kv_cache_gib", "0.5",
+        ),
+        history_arms=("none", "ngram", "eagle3", "history"),
+    ),
+    "smollm2": Workload(
+        "smollm2-chain-sum",
+        (
+            "--draft.num_draft_tokens", "3", "--draft.depth", "4", "--draft.num_answers", "256", "--draft.epochs", "4",
+            # At temperature 1 most answers to these sums have 10 to 60 tokens, and some go on and on: a real tail.
+            "--sampling.temperature", "1.0", "--sampling.max_tokens", "192", "--engine.max_num_seqs", "32",
+        ),
+        Plan("1x2,2,4,8,16,32", (*CLOSE, "k1", "k2", "k3"), seconds=480, max_tokens=24),
+        Plan("16,32", ("none", "adaptive", "k1", "k2"), seconds=420),
+        tail_goal=1.15,
+        history=(
+            "--data.num_train", "8", "--algorithm.prompts_per_step", "4", "--run.num_steps", "6",
+            "--run.checkpoint_every", "6", "--draft.num_draft_tokens", "3",
+        ),
+        history_arms=("none", "ngram", "history"),
     ),
 }  # fmt: skip
-TAIL_GOALS: Mapping[str, float] = {"tiny": 1.8, "smollm2": 1.15}
 
 
 def cells(policy: str) -> Iterable[Bar]:
     """Batch sizes 1 to 32, n requests that start together."""
-    figures = _figures(policy, SIZES, waves=1, repeats=10)
-    if figures is None:
-        yield Bar(f"cells_{policy}", None, "runs", False)
+    figures = _speeds(policy, WORKLOADS[policy].cells)
+    if isinstance(figures, str):
+        yield Bar(f"cells_{policy}", figures, "runs", "undecided")
         return
     by_size = {int(size): part["per_token"] for size, part in figures["sizes"].items()}
-    again = {size: _ratio(part["none"], part["none_again"]) for size, part in by_size.items()}
+    again = {size: _ratio(part, "none_again") for size, part in by_size.items()}
     yield Bar(
         f"a_a_{policy}",
         round(_geometric_mean(again), 3),
@@ -44,106 +106,202 @@ def cells(policy: str) -> Iterable[Bar]:
         _spread(again),
     )
     yield _not_inferior(
-        f"adaptive_over_none_{policy}", {size: _ratio(part["none"], part["adaptive"]) for size, part in by_size.items()}
+        f"adaptive_over_none_{policy}",
+        {size: _pairs(part, "none", "adaptive") for size, part in by_size.items()},
+        {"adaptive_k": {size: part["adaptive_k"] for size, part in figures["sizes"].items()}},
     )
-    best = {size: min(_fixed(part), key=lambda arm: statistics.median(part[arm])) for size, part in by_size.items()}
-    ratios = {size: _ratio(part[best[size]], part["adaptive"]) for size, part in by_size.items()}
-    yield _not_inferior(f"adaptive_over_best_fixed_{policy}", ratios, {"best_fixed": best})
-    yield _not_inferior(
-        f"k0_over_none_{policy}", {size: _ratio(part["none"], part["k0"]) for size, part in by_size.items()}
-    )
-    table = {
-        size: {arm: _ratio(part["none"], part[arm]) for arm in [*_fixed(part), "adaptive"]}
-        for size, part in by_size.items()
-    }
+    best = {size: _best_fixed(part) for size, part in by_size.items()}
+    cells_over_best = {size: _pairs(part, best[size], "adaptive") for size, part in by_size.items()}
+    yield _not_inferior(f"adaptive_over_best_fixed_{policy}", cells_over_best, {"best_fixed": best})
+    yield _not_inferior(f"k0_over_none_{policy}", {size: _pairs(part, "none", "k0") for size, part in by_size.items()})
+    table = {size: {arm: _ratio(part, arm) for arm in [*_fixed(part), "adaptive"]} for size, part in by_size.items()}
     fastest = {size: max(_fixed(row), key=lambda arm: row[arm].median) for size, row in table.items()}
+    shortest, *inside, longest = _fixed(next(iter(by_size.values())))
     yield Bar(
         f"speedup_by_k_{policy}",
         {size: {arm: round(ratio.median, 2) for arm, ratio in row.items()} for size, row in table.items()},
-        "an interior best k (neither 0 nor 7) at some batch size",
-        any(arm not in ("k0", "k7") for arm in fastest.values()),
+        f"an interior best k (neither {shortest} nor {longest}) at some batch size",
+        any(arm in inside for arm in fastest.values()),
         {
             "intervals": {
                 size: {arm: [_round(ratio.low), _round(ratio.high)] for arm, ratio in row.items()}
                 for size, row in table.items()
             },
-            "mean_k_adaptive": {size: part["mean_k"]["adaptive"] for size, part in figures["sizes"].items()},
             "choices": figures["choices"],
         },
     )
 
 
 def tail(policy: str) -> Iterable[Bar]:
-    """Rollouts as in RL: 16 and 64 samples that start together and end one by one."""
-    figures = _figures(policy, (16, 64), waves=2, repeats=9)
-    if figures is None:
-        yield Bar(f"tail_{policy}", None, "runs", False)
+    """Rollouts as in RL: samples that start together and end one by one."""
+    goal = WORKLOADS[policy].tail_goal
+    figures = _speeds(policy, WORKLOADS[policy].tail)
+    if isinstance(figures, str):
+        yield Bar(f"tail_{policy}", figures, "runs", "undecided")
         return
     for size, part in figures["sizes"].items():
         seconds = part["per_token"]
-        ratio = _ratio(seconds["none"], seconds["adaptive"])
-        best = min(_fixed(seconds), key=lambda arm: statistics.median(seconds[arm]))
+        ratio = _ratio(seconds, "adaptive")
         low, high = part["length_10_90"]
         yield Bar(
             f"tail_{policy}_{size}",
             round(ratio.median, 3),
-            f">= {TAIL_GOALS[policy]}x no speculation, lengths spread by 4x or more",
-            ratio.median >= TAIL_GOALS[policy] and high >= 4 * low,
+            f">= {goal}x no speculation, lengths spread by 4x or more",
+            ratio.median >= goal if high >= 4 * low else "undecided",
             {
                 "low": _round(ratio.low),
                 "high": _round(ratio.high),
                 "pairs": ratio.pairs,
                 "length_10_90": [low, high],
-                "speedup_by_arm": {
-                    arm: round(_ratio(seconds["none"], seconds[arm]).median, 2) for arm in [*_fixed(seconds)]
-                },
+                "speedup_by_arm": {arm: round(_ratio(seconds, arm).median, 2) for arm in _fixed(seconds)},
+                "adaptive_k": part["adaptive_k"],
                 "choices": figures["choices"],
             },
         )
+        best = _best_fixed(seconds)
         yield _not_inferior(
             f"tail_{policy}_{size}_over_best_fixed",
-            {int(size): _ratio(seconds[best], seconds["adaptive"])},
+            {int(size): _pairs(seconds, best, "adaptive")},
             {"best_fixed": best},
         )
 
 
-def _figures(policy: str, sizes: Sequence[int], waves: int, repeats: int) -> Any:
-    recipe, *overrides = POLICIES[policy]
-    with tempfile.TemporaryDirectory() as scratch:
-        out = Path(scratch) / "figures.json"
-        command = [sys.executable, "-m", "benchmarks.speed_runs", f"recipes/{recipe}.toml"]
-        numbers = ["--sizes", ",".join(map(str, sizes)), "--waves", str(waves), "--repeats", str(repeats)]
-        finished = run([*command, *numbers, "--out", str(out), *overrides])
-        return json.loads(out.read_text()) if finished.code == 0 else None
+def history(policy: str) -> Iterable[Bar]:
+    """A run over few prompts that come back in every epoch: `history` against the other methods, epoch by epoch."""
+    workload = WORKLOADS[policy]
+    arms = ["--arms", ",".join(workload.history_arms)]
+    epochs = _figures("history_runs", workload.recipe, [*arms, *workload.history])
+    if isinstance(epochs, str):
+        yield Bar(f"history_{policy}", epochs, "runs", "undecided")
+        return
+    ratios = [{arm: paired_ratio(part["pairs"]) for arm, part in epoch.items() if part["pairs"]} for epoch in epochs]
+    yield _not_inferior(
+        f"history_{policy}_first_epoch",
+        {1: epochs[0]["history"]["pairs"]},
+        {"drafted_share": epochs[0]["history"]["drafted_share"]},
+    )
+    last = ratios[-1]["history"]
+    yield Bar(
+        f"history_{policy}_by_epoch",
+        {
+            arm: {
+                "acceptance_length": [_round(epoch[arm]["alpha"]) for epoch in epochs],
+                "speedup": [round(epoch[arm].median, 2) for epoch in ratios],
+            }
+            for arm in ratios[0]
+        },
+        "in the last epoch history is faster than none (lower end above 1)",
+        _above_one(last),
+        {
+            arm: {
+                "intervals": [[_round(epoch[arm].low), _round(epoch[arm].high)] for epoch in ratios],
+                "pairs": ratios[0][arm].pairs,
+                "ms_per_token": [_milliseconds(epoch[arm]["pairs"], 1) for epoch in epochs],
+                "ms_per_token_of_none_beside_it": [_milliseconds(epoch[arm]["pairs"], 0) for epoch in epochs],
+                "drafted_share": [round(epoch[arm]["drafted_share"], 3) for epoch in epochs],
+                # Of the steps of the runs themselves, which sample different tokens; waiting for rewards included.
+                "speedup_of_own_generate_stages": [
+                    round(epoch["none"]["own_generate_s_per_token"] / epoch[arm]["own_generate_s_per_token"], 2)
+                    for epoch in epochs
+                ],
+                "alarms": [alarm for epoch in epochs for alarm in epoch[arm]["alarms"]],
+            }
+            for arm in ratios[0]
+        },
+    )
+
+
+def _speeds(policy: str, plan: Plan) -> Any:
+    workload = WORKLOADS[policy]
+    words = ["--sizes", plan.sizes, "--arms", ",".join(plan.arms), "--seconds", str(plan.seconds)]
+    if plan.max_tokens is not None:
+        words += ["--max-tokens", str(plan.max_tokens)]
+    profile = Path(_scratch().name) / f"{policy}.json"
+    return _figures("speed_runs", workload.recipe, [*words, "--profile", str(profile), *workload.overrides])
+
+
+@functools.cache
+def _scratch() -> tempfile.TemporaryDirectory[str]:
+    """Calibrations of this command, removed when it ends."""
+    return tempfile.TemporaryDirectory()
+
+
+def _figures(module: str, recipe: str, words: Sequence[str]) -> Any:
+    """What `benchmarks.MODULE` wrote; a text that says what ended it when it failed."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "figures.json"
+        command = [sys.executable, "-m", f"benchmarks.{module}", f"recipes/{recipe}.toml", "--out", str(out)]
+        finished = run([*command, *words])
+        if finished.code == 0:
+            return json.loads(out.read_text())
+    lines = finished.output.strip().splitlines()
+    return f"exit code {finished.code}: {lines[-1] if lines else 'nothing said'}"
 
 
 def _fixed(part: Mapping[str, Any]) -> list[str]:
+    """Arms with a fixed k."""
     return [arm for arm in part if arm.startswith("k")]
 
 
-def _ratio(baseline: Sequence[float], arm: Sequence[float]) -> PairedRatio:
-    return paired_ratio(list(zip(baseline, arm, strict=True)))
+def _best_fixed(seconds: Mapping[str, Sequence[float]]) -> str:
+    """The fastest arm with a fixed k; without speculation it is 0, and that is a candidate where `k0` is no arm."""
+    candidates = _fixed(seconds) if "k0" in seconds else ["none", *_fixed(seconds)]
+    return min(candidates, key=lambda arm: statistics.median(seconds[arm]))
+
+
+def _pairs(seconds: Mapping[str, Sequence[float]], baseline: str, arm: str) -> Pairs:
+    return list(zip(seconds[baseline], seconds[arm], strict=True))
+
+
+def _ratio(seconds: Mapping[str, Sequence[float]], arm: str) -> PairedRatio:
+    """Times as fast as no speculation."""
+    return paired_ratio(_pairs(seconds, "none", arm))
 
 
 def _geometric_mean(ratios: Mapping[int, PairedRatio]) -> float:
     return math.exp(statistics.fmean(math.log(ratio.median) for ratio in ratios.values()))
 
 
-def _not_inferior(name: str, ratios: Mapping[int, PairedRatio], context: Mapping[str, object] | None = None) -> Bar:
-    """Holds: the geometric mean over the cells reaches the margin and no cell is significantly below it."""
+def _not_inferior(name: str, cells: Mapping[int, Pairs], context: Mapping[str, object] | None = None) -> Bar:
+    """Holds: the geometric mean over the cells reaches the margin and no cell is significantly below it.
+
+    Undecided: the mean does not, and noise may be why; or the only cell has the margin within its interval.
+    """
+    ratios = {size: paired_ratio(pairs) for size, pairs in cells.items()}
     below = [size for size, ratio in ratios.items() if ratio.high is not None and ratio.high < MARGIN]
     undecided = [size for size, ratio in ratios.items() if ratio.low is None or ratio.low < MARGIN <= (ratio.high or 0)]
+    # Measurement by measurement over all cells: its interval is that of the mean.
+    means = [
+        math.exp(statistics.fmean(math.log(none / seconds) for none, seconds in row))
+        for row in zip(*cells.values(), strict=True)
+    ]
+    interval = paired_ratio([(mean, 1.0) for mean in means])
     mean = _geometric_mean(ratios)
     holds: bool | Literal["undecided"] = mean >= MARGIN and not below
-    if len(ratios) == 1 and undecided:
+    if len(ratios) == 1:
+        holds = "undecided" if undecided else holds
+    elif not below and mean < MARGIN <= (interval.high or 0):
         holds = "undecided"
     return Bar(
         name,
         round(mean, 3),
         f"geometric mean >= {MARGIN}, no cell significantly below it",
         holds,
-        {**_spread(ratios), "below": below, "undecided": undecided, **(context or {})},
+        {
+            "low": _round(interval.low),
+            "high": _round(interval.high),
+            **_spread(ratios),
+            "below": below,
+            "undecided": undecided,
+            **(context or {}),
+        },
     )
+
+
+def _above_one(ratio: PairedRatio) -> bool | Literal["undecided"]:
+    if ratio.low is None or ratio.high is None or ratio.low <= 1 <= ratio.high:
+        return "undecided"
+    return ratio.low > 1
 
 
 def _spread(ratios: Mapping[int, PairedRatio]) -> dict[str, Any]:
@@ -155,13 +313,18 @@ def _spread(ratios: Mapping[int, PairedRatio]) -> dict[str, Any]:
     }
 
 
+def _milliseconds(pairs: Sequence[Sequence[float]], place: int) -> float:
+    return round(1e3 * statistics.median(pair[place] for pair in pairs), 3)
+
+
 def _round(value: float | None) -> float | None:
     return None if value is None else round(value, 3)
 
 
 MEASUREMENTS = {
-    **{f"cells_{policy}": lambda policy=policy: cells(policy) for policy in POLICIES},
-    **{f"tail_{policy}": lambda policy=policy: tail(policy) for policy in POLICIES},
+    **{f"cells_{policy}": lambda policy=policy: cells(policy) for policy in WORKLOADS},
+    **{f"tail_{policy}": lambda policy=policy: tail(policy) for policy in WORKLOADS},
+    **{f"history_{policy}": lambda policy=policy: history(policy) for policy in WORKLOADS},
 }
 
 if __name__ == "__main__":

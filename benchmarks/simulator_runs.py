@@ -14,16 +14,18 @@ from benchmarks.bars import Bar, run
 from paceline.drafts.profile import CalibrationPoint, model_seconds, read_profile
 
 THREADS = "1"
+ARMS = ("none", "eagle3", "adaptive")
+"""Without speculation, at the k of the recipe, and with k chosen before every engine step from the same profile."""
 RUNS = (
-    ("demo", ("none", "eagle3"), ("--run.num_steps", "5", "--data.num_eval", "16")),
-    ("smollm2-chain-sum", ("none", "eagle3"), ("--run.num_steps", "3")),
+    ("demo", ("--run.num_steps", "5", "--data.num_eval", "16")),
+    ("smollm2-chain-sum", ("--run.num_steps", "3")),
 )
-"""(recipe, arms, overrides): tiny and SmolLM2, without speculation and at a fixed k."""
+"""(recipe, overrides): tiny and SmolLM2."""
 
 
 def reality_bars() -> Iterable[Bar]:
-    """A profile of each recipe, and with it its held-out steps and the rollouts of two arms."""
-    for recipe, arms, overrides in RUNS:
+    """A profile of each recipe, and with it its held-out steps and the rollouts of the arms."""
+    for recipe, overrides in RUNS:
         with tempfile.TemporaryDirectory() as scratch:
             profile = Path(scratch) / "profile.json"
             finished = calibrate(recipe, profile)
@@ -31,7 +33,7 @@ def reality_bars() -> Iterable[Bar]:
                 yield Bar(f"reality_{recipe}", f"calibrate ended with {finished}", "a profile", "undecided")
                 continue
             yield from iteration_bars(recipe, profile)
-            for arm in arms:
+            for arm in ARMS:
                 yield rollout_bar(recipe, arm, overrides, profile, Path(scratch))
 
 
@@ -81,9 +83,12 @@ def hold_out(points: Sequence[CalibrationPoint], n: int, k: int) -> float:
 def rollout_bar(recipe: str, arm: str, overrides: Sequence[str], profile: Path, root: Path) -> Bar:
     """A short run, replayed through the profile of the same recipe and threads."""
     goal, name = "within 20 % of the measured rollout seconds", f"reality_{recipe}_{arm}_rollout_error"
+    draft = ["--draft.method", "none" if arm == "none" else "eagle3"]
+    if arm == "adaptive":
+        draft += ["--draft.choose_k", "adaptive", "--draft.profile", str(profile)]
     trained = run(
         [
-            *(sys.executable, "-m", "paceline.cli.main", "train", f"recipes/{recipe}.toml", "--draft.method", arm),
+            *(sys.executable, "-m", "paceline.cli.main", "train", f"recipes/{recipe}.toml", *draft),
             *("--run.root", str(root), "--run.name", arm, "--engine.threads", THREADS, *overrides),
         ]
     )
@@ -100,4 +105,7 @@ def rollout_bar(recipe: str, arm: str, overrides: Sequence[str], profile: Path, 
     report: Mapping[str, Any] = json.loads(checked.output.strip().splitlines()[-1])
     steps = [[round(check["predicted_s"], 3), round(check["measured_s"], 3)] for check in report["steps"]]
     error = report["error"]
-    return Bar(name, round(error, 3), goal, abs(error) <= 0.20, {"predicted_and_measured_s": steps, "threads": THREADS})
+    spread = {"predicted_and_measured_s": steps, "threads": THREADS}
+    for who in ("predicted", "counted"):
+        spread[f"{who}_steps_by_k"] = [check[f"{who}_steps_by_k"] for check in report["steps"]]
+    return Bar(name, round(error, 3), goal, abs(error) <= 0.20, spread)

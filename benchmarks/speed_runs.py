@@ -1,8 +1,9 @@
-"""Rollout seconds of one policy: no speculation, every fixed k, and the k chosen by live batch; all in turns.
+"""Rollout seconds of one policy: no speculation, fixed k, and the k chosen by live batch; all in turns.
 
 Run by `benchmarks.never_slower` in a process of its own:
 
-    python -m benchmarks.speed_runs recipes/demo.toml --sizes 1,2,4 --repeats 8 --out FILE --draft.num_draft_tokens 7
+    python -m benchmarks.speed_runs recipes/demo.toml --sizes 1x4,2x2,4 --arms none,adaptive,k0,k3 --seconds 60 \
+        --profile PROFILE --out FILE --draft.num_draft_tokens 7
 """
 
 from __future__ import annotations
@@ -11,32 +12,48 @@ import argparse
 import json
 import statistics
 import sys
-from collections.abc import Sequence
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from paceline.cli.process import ensure_engine_environment
 from paceline.config.load import load_recipe
 from paceline.config.run import Recipe
+from paceline.drafts.profile import CalibrationProfile, read_profile
 
-KS = (0, 1, 2, 3, 5, 7)
 LEARNING_CALLS = 2
-"""Calls per size with which the chooser sees acceptances before anything is measured."""
+"""Calls per size with which the chooser sees acceptances before anything is measured; a run has them in every step."""
+MIN_PAIRS = 6
+"""Measurements of every arm, however long they take: fewer have no useful interval."""
 SPEED_SEED = 1234
 
 
 def measure(
-    recipe: Recipe, plain: Recipe, sizes: Sequence[int], waves: int, repeats: int, calibrate_s: float
+    recipe: Recipe,
+    plain: Recipe,
+    waves: Mapping[int, int],
+    arms: Sequence[str],
+    *,
+    max_tokens: int | None,
+    max_pairs: int,
+    budget_s: float,
+    calibrate_s: float,
+    profile_path: Path,
 ) -> dict[str, Any]:
     """Per size (requests that start together): arm -> seconds per token of each repeat, and what was generated.
 
     Arms: `none` and `none_again` (an engine without speculation, twice: the A/A), `k0` ... (the speculative engine at a
-    fixed k) and `adaptive`. Each repeat takes all arms once, in an order that rotates, on the same prompts and seeds;
-    a measurement is `waves` calls of `size` requests.
+    fixed k) and `adaptive`. Each repeat takes all sizes and of each size all arms once, on the same prompts and seeds,
+    in an order that rotates and turns round. A measurement is `waves[size]` calls of `size` requests, cut at
+    `max_tokens` (None: as the recipe says). There are `MIN_PAIRS` repeats, and more while they fit `budget_s`.
+
+    Step costs come from `profile_path`; where there is none they are measured and written there.
     """
     from paceline.drafts.length import LengthChooser
     from paceline.drafts.profile import StepCosts
-    from paceline.loop.calibrate import calibrate
     from paceline.loop.parts import build_parts
     from paceline.loop.seeds import request_seed
     from paceline.observe.progress import Silent
@@ -44,11 +61,15 @@ def measure(
 
     speculating, none = build_parts(recipe, Silent()), build_parts(plain, Silent())
     engine = speculating.engine
-    profile = calibrate(recipe, speculating, budget_s=calibrate_s)
-    # As `calibrate` did with the other one: an engine that took a publish is compared with one that did, too.
+    profile = _profile(recipe, speculating, profile_path, calibrate_s)
+    # An engine that took a publish is compared with one that did, too.
+    speculating.publish()
     none.publish()
+    # As `loop.length.build_chooser` makes that of a run.
     chooser = LengthChooser(StepCosts.from_profile(profile), num_draft_tokens=engine.num_draft_tokens)
     prompts, sampling = speculating.held_out, speculating.sampling
+    if max_tokens is not None:
+        sampling = replace(sampling, max_tokens=max_tokens)
 
     def requests(size: int, repeat: int, wave: int) -> list[Request]:
         chosen = [prompts[(wave * size + place) % len(prompts)] for place in range(size)]
@@ -58,8 +79,8 @@ def measure(
         ]
 
     def generate(arm: str, size: int, repeat: int) -> dict[str, Any]:
-        seconds, lengths, ks = 0.0, [], []
-        for wave in range(waves):
+        seconds, lengths, asked = 0.0, [], Counter[int]()
+        for wave in range(waves[size]):
             batch = requests(size, repeat, wave)
             if arm.startswith("none"):
                 rollouts = none.engine.generate(batch, sampling)
@@ -72,50 +93,102 @@ def measure(
                 chooser.observe(blocks)
             seconds += rollouts.seconds
             lengths += [len(completion.token_ids) for completion in rollouts.completions]
-            ks += [len(block.draft_token_ids) for block in blocks]
-        return {"per_token": seconds / sum(lengths), "lengths": lengths, "mean_k": statistics.fmean(ks)}
+            asked.update(block.num_asked for block in blocks)
+        return {"per_token": seconds / sum(lengths), "lengths": lengths, "asked": asked}
 
-    arms = ["none", *(f"k{k}" for k in KS if k <= engine.num_draft_tokens), "adaptive", "none_again"]
-    results: dict[str, Any] = {"sizes": {}, "calibration": json.loads(profile.model_dump_json())}
-    for size in sizes:
+    for size in waves:
+        generate("none", size, -1)
         for call in range(LEARNING_CALLS):
-            for arm in ("none", "adaptive"):
-                generate(arm, size, -1 - call)
-        figures: dict[str, list[dict[str, Any]]] = {arm: [] for arm in arms}
-        for repeat in range(repeats):
-            turn = repeat % len(arms)
-            for arm in [*arms[turn:], *arms[:turn]]:
-                figures[arm].append(generate(arm, size, repeat))
-        lengths = sorted(length for part in figures["none"] for length in part["lengths"])
-        results["sizes"][str(size)] = {
-            "per_token": {arm: [part["per_token"] for part in parts] for arm, parts in figures.items()},
-            "mean_k": {arm: statistics.fmean(part["mean_k"] for part in parts) for arm, parts in figures.items()},
-            "length_10_90": [lengths[len(lengths) // 10], lengths[-1 - len(lengths) // 10]],
-        }
-        medians = {arm: statistics.median(parts) for arm, parts in results["sizes"][str(size)]["per_token"].items()}
-        print(size, {arm: f"{1e3 * seconds:.2f} ms" for arm, seconds in medians.items()}, file=sys.stderr, flush=True)
-    results["choices"] = [str(choice) for choice in chooser.explain()]
+            generate("adaptive", size, -1 - call)
+    figures: dict[int, dict[str, list[dict[str, Any]]]] = {size: {arm: [] for arm in arms} for size in waves}
+    began, repeat = time.perf_counter(), 0
+    while repeat < max_pairs and (repeat < MIN_PAIRS or _fits_another(time.perf_counter() - began, repeat, budget_s)):
+        for size in waves:
+            for arm in _order(arms, repeat):
+                figures[size][arm].append(generate(arm, size, repeat))
+        repeat += 1
+        print(f"repeat {repeat}, {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)
+    results = {
+        "sizes": {str(size): _summary(by_arm) for size, by_arm in figures.items()},
+        "choices": [str(choice) for choice in chooser.explain()],
+        "measured_s": time.perf_counter() - began,
+    }
     speculating.close()
     none.close()
     return results
+
+
+def _profile(recipe: Recipe, parts: Any, path: Path, calibrate_s: float) -> CalibrationProfile:
+    """Whoever names a file says that it was measured with this recipe on this machine."""
+    from paceline.loop.calibrate import calibrate
+
+    if path.exists():
+        return read_profile(path)
+    profile = calibrate(recipe, parts, budget_s=calibrate_s)
+    profile.write(path)
+    return profile
+
+
+def _fits_another(spent_s: float, repeats: int, budget_s: float) -> bool:
+    return spent_s * (repeats + 1) / repeats <= budget_s
+
+
+def _order(arms: Sequence[str], repeat: int) -> list[str]:
+    """Every arm is first once; neighbours stay neighbours, and who of them is first swaps."""
+    turn = repeat % len(arms)
+    order = [*arms[turn:], *arms[:turn]]
+    return order if repeat % 2 == 0 else order[::-1]
+
+
+def _summary(by_arm: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
+    lengths = sorted(length for part in by_arm["none"] for length in part["lengths"])
+    per_token = {arm: [part["per_token"] for part in parts] for arm, parts in by_arm.items()}
+    said = {arm: f"{1e3 * statistics.median(seconds):.2f} ms" for arm, seconds in per_token.items()}
+    print(said, file=sys.stderr, flush=True)
+    asked = sum((part["asked"] for part in by_arm["adaptive"]), Counter[int]())
+    return {
+        "per_token": per_token,
+        "length_10_90": [lengths[len(lengths) // 10], lengths[-1 - len(lengths) // 10]],
+        # Share of the blocks that each k was asked for, probing included.
+        "adaptive_k": {k: round(asked[k] / asked.total(), 3) for k in sorted(asked)},
+    }
 
 
 def main() -> None:
     """The command line; figures go to --out as JSON."""
     parser = argparse.ArgumentParser()
     parser.add_argument("recipe")
-    parser.add_argument("--sizes", type=lambda text: [int(word) for word in text.split(",")], required=True)
-    parser.add_argument("--waves", type=int, default=1)
-    parser.add_argument("--repeats", type=int, default=8)
+    parser.add_argument("--sizes", type=_waves, required=True, help="requests that start together x calls of them")
+    parser.add_argument("--arms", type=lambda text: text.split(","), required=True, help="none, adaptive and others")
+    parser.add_argument("--max-tokens", type=int)
+    parser.add_argument("--max-pairs", type=int, default=12)
+    parser.add_argument("--seconds", type=float, default=300.0)
     parser.add_argument("--calibrate-s", type=float, default=90.0)
+    parser.add_argument("--profile", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     arguments, overrides = parser.parse_known_args()
     recipe = load_recipe(arguments.recipe, overrides)
     ensure_engine_environment(recipe.engine)
     shared = [word for pair in _pairs(overrides) if not pair[0].startswith("--draft.") for word in pair]
     plain = load_recipe(arguments.recipe, [*shared, "--draft.method", "none"])
-    figures = measure(recipe, plain, arguments.sizes, arguments.waves, arguments.repeats, arguments.calibrate_s)
+    figures = measure(
+        recipe,
+        plain,
+        arguments.sizes,
+        arguments.arms,
+        max_tokens=arguments.max_tokens,
+        max_pairs=arguments.max_pairs,
+        budget_s=arguments.seconds,
+        calibrate_s=arguments.calibrate_s,
+        profile_path=arguments.profile,
+    )
     arguments.out.write_text(json.dumps(figures))
+
+
+def _waves(text: str) -> dict[int, int]:
+    """`1x4,16` -> {1: 4, 16: 1}"""
+    parts = [word.partition("x") for word in text.split(",")]
+    return {int(size): int(waves or 1) for size, _, waves in parts}
 
 
 def _pairs(words: Sequence[str]) -> list[tuple[str, str]]:

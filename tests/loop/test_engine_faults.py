@@ -68,7 +68,8 @@ def test_a_fault_of_the_live_engine_fails_within_5000_tokens_and_its_place_is_na
         # accepts it at times when it is hot.
         fault = dataclasses.replace(fault, asks={"stop_token_ids": (2,), "temperature": 2.0})
     with fault.planted(parts) as faulty:
-        for judged in measure(recipe, faulty):
+        for measured in measure(recipe, faulty):
+            judged = measured.judge()
             if fault.is_named_by(judged.findings, judged.num_draft_tokens) or judged.tokens > MOST_TOKENS:
                 break
     assert judged.verdict == "fail" and judged.tokens < MOST_TOKENS
@@ -78,9 +79,7 @@ def test_a_fault_of_the_live_engine_fails_within_5000_tokens_and_its_place_is_na
 def test_the_engine_passes_when_the_faults_are_gone(live):
     """Runs after them: nothing of a planted fault stays behind."""
     recipe, parts = live
-    for judged in measure(recipe, parts):
-        if judged.tokens > MOST_TOKENS:
-            break
+    judged = next(measured for measured in measure(recipe, parts) if measured.tokens > MOST_TOKENS).judge()
     assert judged.verdict == "pass", judged.findings
     assert judged.recovered.tokens > 500 and judged.certificate.by_slot[2].tokens > 100
     assert parts.trainer.sampling == parts.sampling

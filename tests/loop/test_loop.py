@@ -13,14 +13,17 @@ import torch
 
 from paceline.drafts.base import Proposal
 from paceline.drafts.ngram import NgramDrafter
+from paceline.engine.publish import PublishReport, weights_digest
 from paceline.engine.reference import ReferenceEngine
 from paceline.errors import CheckpointError, ConfigError, EngineError, LosslessError
 from paceline.loop.loop import TrainingRun
 from paceline.loop.seeds import request_seed
+from paceline.loop.speculation import speculation_metrics
 from paceline.observe.stages import STAGES
 from paceline.testing.runs import ShareOfGoodTokens, without_seconds
 from paceline.testing.runs import tiny_parts as parts
 from paceline.testing.runs import tiny_recipe as recipe
+from paceline.testing.speculation import broken_laws
 from paceline.train.checkpoint import list_checkpoints
 from paceline.types import Request
 
@@ -29,14 +32,19 @@ torch.set_num_threads(1)
 KEYS = {
     "step": None,
     "versions": {"policy", "draft"},
+    "digests": {"policy", "draft"},
     "stage_s": {*STAGES, "step", "exposed_generate"},
     "tokens": {"prompt", "response", "drafted", "accepted", "bonus", "recovered"},
+    "emitted": {"accepted", "recovered", "bonus", "plain"},
     "verify_steps": None,
     "engine_steps": None,
-    "acceptance": {"alpha", "marginal", "conditional"},
+    "engine_s": {"draft", "verify", "sample", "other"},
+    "acceptance": {"alpha", "marginal", "conditional", "per_request"},
     "k_histogram": None,
+    "k_chosen": None,
     "choice_of_k": None,
     "live_batch": None,
+    "batch_by_step": None,
     "lengths": None,
     "reward": {"mean", "std", "n", "failed"},
     "certificate": {"z", "excess_nats", "ks_p", "log_m", "tokens", "by_slot"},
@@ -110,8 +118,11 @@ def test_every_step_writes_one_complete_line_that_fits_what_was_sampled(tmp_path
         blocks = sum(line["k_histogram"].values())
         assert blocks == line["verify_steps"] + line["k_histogram"].get("0", 0)
         assert line["tokens"]["bonus"] + line["tokens"]["recovered"] == line["verify_steps"]
+        assert sum(line["emitted"].values()) == line["tokens"]["response"]
+        assert sum(line["engine_s"].values()) <= line["stage_s"]["generate"]
         if draft == "none":
-            assert line["acceptance"] == {"alpha": None, "marginal": [], "conditional": []}
+            assert line["acceptance"]["alpha"] is None and line["acceptance"]["marginal"] == []
+            assert line["emitted"]["plain"] == line["tokens"]["response"]
             assert set(line["certificate"]["by_slot"]) == {"-1"}
         else:
             accepted = line["tokens"]["accepted"]
@@ -128,6 +139,31 @@ def test_the_stages_add_up_to_the_step(tmp_path):
             assert all(seconds[stage] > 0 for stage in STAGES)
             assert seconds["step"] <= time.perf_counter() - began
             assert seconds["exposed_generate"] == seconds["generate"]
+
+
+@pytest.mark.parametrize("draft", ["none", "ngram", "eagle3"])
+def test_the_account_of_every_call_keeps_the_conservation_laws(tmp_path, draft):
+    """12 requests for 5 places, one group of them sampled without drafts in a call of its own."""
+    shares = {"engine": {"max_num_seqs": 5}, "certificate": {"control_share": 0.3}}
+    with start(tmp_path, draft, **(shares if draft != "none" else {"engine": {"max_num_seqs": 5}})) as run:
+        for step in range(2):
+            run.publish()
+            account = run._generate(run._requests(run.parts.prompts.next(3), step))
+            assert broken_laws(account) == []
+            assert len({live for _, live, _ in speculation_metrics(account)["batch_by_step"]}) > 1
+    assert {step.num_asked for step in account.steps} == ({0} if draft == "none" else {0, 3})
+
+
+def test_the_digests_are_those_of_the_weights_that_sampled(tmp_path):
+    with start(tmp_path, "eagle3") as run:
+        digests = []
+        for _ in range(3):
+            policy, draft = weights_digest(run.policy_state()), weights_digest(run.draft_state())
+            assert run.run_step()["digests"] == {"policy": policy, "draft": draft}
+            digests += [policy, draft]
+    assert len(set(digests)) == 6
+    with start(tmp_path / "none", "none") as run:
+        assert run.run_step()["digests"]["draft"] is None
 
 
 @pytest.mark.parametrize("draft", ["none", "ngram"])
@@ -207,7 +243,7 @@ def test_without_a_fault_the_same_number_of_tokens_raises_no_alarm(tmp_path):
 def test_an_engine_that_keeps_old_weights_is_found_by_the_versions_of_its_completions(tmp_path):
     class Stale(ReferenceEngine):
         def publish(self, policy, versions):
-            pass
+            return PublishReport(versions, 0, 0, {}, "", 0.0)
 
     made = recipe(tmp_path)
     with TrainingRun(made, parts=parts(made, engine=Stale(policy_of(made)))) as run:

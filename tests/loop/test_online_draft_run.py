@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from paceline.drafts.eagle3 import Eagle3Drafter
+from paceline.engine.publish import PublishReport, weights_digest
 from paceline.engine.reference import ReferenceEngine
 from paceline.errors import EngineError
-from paceline.loop.loop import TrainingRun
-from paceline.testing.runs import tiny_head, tiny_policy
+from paceline.loop.loop import FROZEN_PROBE_EVERY, TrainingRun
+from paceline.testing.runs import tiny_head, tiny_policy, without_seconds
 from paceline.testing.runs import tiny_parts as parts
 from paceline.testing.runs import tiny_recipe as recipe
 from paceline.train.checkpoint import read_checkpoint
@@ -81,23 +82,51 @@ def test_the_draft_learns_before_the_policy_moves_away_from_the_weights_that_sam
     assert seen == [True, True]
 
 
-def test_a_frozen_draft_stays_as_it_is_and_is_still_judged(tmp_path):
+def test_a_frozen_draft_stays_as_it_is_and_is_judged_now_and_then(tmp_path):
     with start(tmp_path, draft={"online": "off"}) as run:
         before = run.draft_state()
-        line = [run.run_step() for _ in range(3)][-1]
+        recorded = [run.run_step() for _ in range(FROZEN_PROBE_EVERY + 1)]
         assert same(run.draft_state(), before) and same(head_of(run.engine), before)
-    assert line["versions"] == {"policy": 2, "draft": 0}
-    assert line["draft"]["updates"] == 0 and line["draft"]["param_delta_norm"] == 0.0
-    assert line["draft"]["lag"] == 2
-    assert line["draft"]["predicted_alpha"] >= 1.0
-    assert line["draft"]["check"]["blocks"] > 0
-    assert line["alarms"] == []
+    last = recorded[-1]
+    assert last["versions"] == {"policy": FROZEN_PROBE_EVERY, "draft": 0}
+    assert last["draft"]["updates"] == 0 and last["draft"]["param_delta_norm"] == 0.0
+    assert last["draft"]["lag"] == FROZEN_PROBE_EVERY
+    judged = [line["draft"]["predicted_alpha"] is not None for line in recorded]
+    assert judged == [True, *[False] * (FROZEN_PROBE_EVERY - 1), True]
+    first, *between, newest = [line["draft"]["check"] for line in recorded]
+    assert first["blocks"] > 0 and newest["blocks"] > 0
+    assert all(check == first for check in between) and newest != first
+    assert all(line["alarms"] == [] for line in recorded)
+    # Not one publish of it, and a digest all the same.
+    assert {line["digests"]["draft"] for line in recorded} == {weights_digest(before)}
+
+
+def test_a_frozen_draft_that_was_damaged_in_the_engine_raises_the_alarm_at_the_next_probe(tmp_path):
+    with start(tmp_path, draft={"online": "off"}) as run:
+        run.run_step()
+        run.engine.drafter.load({name: torch.zeros_like(tensor) for name, tensor in run.draft_state().items()})
+        alarms = [run.run_step()["alarms"] for _ in range(FROZEN_PROBE_EVERY)]
+    assert alarms[:-1] == [[]] * (FROZEN_PROBE_EVERY - 1)
+    assert [text.partition(":")[0] for text in alarms[-1]] == ["draft"]
+
+
+def test_a_resumed_run_with_a_frozen_draft_equals_an_uninterrupted_one(tmp_path):
+    outcomes = []
+    for name, stops in (("a", (6,)), ("b", (3, 6))):
+        for place, stop in enumerate(stops):
+            made = recipe(tmp_path / name, "eagle3", draft={"online": "off"}, sampling={"max_tokens": 8})
+            with TrainingRun(made, parts=parts(made), resume=place > 0) as run:
+                while run.step < stop:
+                    run.run_step()
+                run.save()
+        outcomes.append(list(map(without_seconds, lines(run))))
+    assert outcomes[0] == outcomes[1]
 
 
 def test_an_engine_that_keeps_its_old_draft_is_found_by_the_versions_of_its_completions(tmp_path):
     class Stale(ReferenceEngine):
         def publish_draft(self, draft, versions):
-            pass
+            return PublishReport(versions, 0, 0, {}, "", 0.0)
 
     made = recipe(tmp_path, "eagle3")
     policy = tiny_policy(dtype=torch.float32)
@@ -112,7 +141,8 @@ def test_an_engine_that_keeps_its_old_draft_is_found_by_the_versions_of_its_comp
 def test_a_draft_that_was_damaged_in_the_engine_raises_an_alarm_and_changes_no_text(tmp_path):
     class Damaged(ReferenceEngine):
         def publish_draft(self, draft, versions):
-            super().publish_draft({name: torch.zeros_like(tensor) for name, tensor in draft.items()}, versions)
+            zeros = {name: torch.zeros_like(tensor) for name, tensor in draft.items()}
+            return super().publish_draft(zeros, versions)
 
     made = recipe(tmp_path, "eagle3")
     policy = tiny_policy(dtype=torch.float32)
@@ -138,9 +168,9 @@ def test_the_predicted_acceptance_is_the_one_that_the_engine_measures(tmp_path):
     # A moving policy and a moving draft. z of the first slots: false alarm 6e-7 at 5.
     with start(tmp_path, run={"num_steps": 6, "checkpoint_every": 6}, sampling={"max_tokens": 48}) as run:
         recorded = [run.run_step() for _ in range(6)]
-    check = recorded[-1]["draft"]["check"]
-    assert check["blocks"] > 500 and check["agreement"] > 0.99
-    assert abs(check["z"]) < 5
+    checks = [line["draft"]["check"] for line in recorded]
+    assert sum(check["blocks"] for check in checks) > 500 and all(check["agreement"] > 0.99 for check in checks)
+    assert abs(sum(check["z"] for check in checks)) / len(checks) ** 0.5 < 5
     predicted = sum(line["draft"]["predicted_alpha"] for line in recorded) / len(recorded)
     measured = sum(line["acceptance"]["alpha"] for line in recorded) / len(recorded)
     # Of 8 and of 12 rollouts, and a limit cuts the last drafts of a rollout short.

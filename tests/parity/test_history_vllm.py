@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
 import torch
 
-from paceline.config.run import HistoryDraft
+from paceline.config.run import HistoryDraft, NgramDraft
 from paceline.config.run import VllmEngine as VllmConfig
 from paceline.drafts.history import HistoryIndex
 from paceline.engine.reference import ReferenceEngine
@@ -80,6 +81,40 @@ def test_without_history_all_steps_but_those_that_read_prompts_are_plain(engine)
     rollouts = engine.generate(requests(8, seed=2), RANDOM)
     assert rollouts.stats.drafted == 0 and {step.num_asked for step in rollouts.steps} == {0}
     assert engine._runner.plain_steps.num_steps - before == rollouts.stats.engine_steps - 1 > 5
+
+
+@pytest.fixture(scope="module")
+def ngram_engine(policy_and_engine, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ngram")
+    policy_and_engine[0].save_pretrained(folder)
+    config = VllmConfig(max_num_seqs=8, kv_cache_gib=0.25, threads=1)
+    engine = VllmEngine(folder, config, NgramDraft(num_draft_tokens=LONGEST), max_model_len=MAX_LEN)
+    yield engine
+    engine.close()
+
+
+@pytest.mark.parametrize("method", ["history", "ngram"])
+def test_every_step_in_which_no_look_up_matched_is_plain_and_blocks_are_those_of_verify_steps(
+    method, engine, ngram_engine, monkeypatch
+):
+    asked = requests(2, seed=8)
+    if method == "history":
+        # A short text per prompt: much of what is said has nothing to be drafted from.
+        engine.history.add_step(1, [(request.prompt.token_ids, (5, 9, 11, 8, 0, 6)) for request in asked])
+    else:
+        engine = ngram_engine
+    plain_steps = engine._runner.plain_steps
+    before = plain_steps.num_steps
+    rollouts = engine.generate(asked, RANDOM)
+    # Both requests are there from the first step on: their n-th blocks belong to one step.
+    steps = list(itertools.zip_longest(*(c.blocks for c in rollouts.completions)))
+    without = [not any(block is not None and block.draft_token_ids for block in step) for step in steps]
+    wanted = [step.num_asked > 0 for step in rollouts.steps]
+    assert plain_steps.num_steps - before == sum(without[1:])
+    assert sum(none and asked for none, asked in zip(without, wanted, strict=True)) > 5
+    assert rollouts.stats.drafted > 5
+    monkeypatch.setattr(plain_steps, "_is_plain", lambda _: False)
+    assert [c.blocks for c in engine.generate(asked, RANDOM).completions] == [c.blocks for c in rollouts.completions]
 
 
 def test_samples_draft_from_siblings_that_finished_in_the_same_call_and_never_from_those_in_flight(engine):

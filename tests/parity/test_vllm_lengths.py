@@ -12,9 +12,14 @@ import torch
 
 from paceline.config.run import Eagle3Draft, MtpDraft
 from paceline.config.run import VllmEngine as VllmConfig
+from paceline.engine.vllm import deferred as deferred_module
 from paceline.engine.vllm.engine import VllmEngine
+from paceline.models.mtp import MtpHead
 from paceline.spec.certificate import Certificate, score_tokens
 from paceline.testing.models import random_head, random_mtp_policy, random_policy
+from paceline.testing.speculation import broken_laws
+from paceline.train.draft import Answer, policy_features
+from paceline.train.draft_check import first_slot_evidence
 from paceline.types import Prompt, Request, Sampling
 
 MAX_LEN, LONGEST = 96, 3
@@ -114,6 +119,15 @@ def test_a_limit_bounds_what_is_chosen_and_no_drafts_asks_nobody(engine):
     assert {step.num_asked for step in engine.generate(requests(4), RANDOM).steps} == {0}
 
 
+@pytest.mark.parametrize("k", ["fixed", "anew in every step", "none"])
+def test_the_account_of_a_call_keeps_the_conservation_laws(engine, k):
+    """48 requests for 32 places."""
+    engine.choose_drafts(any_length(13) if k == "anew in every step" else None)
+    engine.limit_drafts(0 if k == "none" else LONGEST)
+    for sampling in (GREEDY, RANDOM):
+        assert broken_laws(engine.generate(requests(48, seed=14), sampling)) == []
+
+
 def test_times_of_the_steps_add_up_to_the_call(engine):
     rollouts = engine.generate(requests(16, seed=6), RANDOM)
     assert all(step.seconds > 0 and step.cpu_seconds >= 0 for step in rollouts.steps)
@@ -170,6 +184,50 @@ def test_a_draft_that_missed_some_steps_is_noticed_by_the_same_comparison(engine
     assert [c.token_ids for c in holes.completions] == [c.token_ids for c in shipped.completions]
 
 
+def test_what_is_kept_for_later_stays_within_its_bytes_and_the_drafts_are_the_same(engine, monkeypatch):
+    """32 rows of 768 bytes: the bound of 100 kB leaves four steps, of nine without drafts."""
+    bound, seen, drafter = 100_000, [], engine._runner.deferred_drafter
+    keep = drafter._keep
+
+    def keeps(*args):
+        keep(*args)
+        held = sum(states.untyped_storage().nbytes() for step in drafter._kept for states in step.states)
+        seen.append((held, drafter.num_bytes))
+
+    monkeypatch.setattr(drafter, "_keep", keeps)
+    asked = requests(64, seed=7)
+    blocks = {}
+    for size in (deferred_module.KEPT_BYTES, bound):
+        seen.clear()
+        monkeypatch.setattr(deferred_module, "KEPT_BYTES", size)
+        engine.choose_drafts(off_then_on(9, 3))
+        blocks[size] = [completion.blocks for completion in engine.generate(asked, GREEDY).completions]
+        assert all(held == counted for held, counted in seen)
+        assert (max(held for held, _ in seen) > bound) == (size > bound)
+    assert len(seen) > 10 and len({str(found) for found in blocks.values()}) == 1
+
+
+def test_nothing_is_kept_of_a_call_in_the_next_and_little_of_a_request_that_has_ended(engine, monkeypatch):
+    drafter, shares = engine._runner.deferred_drafter, []
+    keep = drafter._keep
+
+    def keeps(*args):
+        keep(*args)
+        ended = [step.request_ids.count(name) for step in drafter._kept for name in drafter._tokens if name not in live]
+        shares.append((sum(ended), drafter._tokens.total()))
+
+    live = engine._runner.requests
+    monkeypatch.setattr(drafter, "_keep", keeps)
+    engine.limit_drafts(0)
+    engine.generate(requests(32, seed=13), RANDOM)
+    assert any(ended for ended, _ in shares) and all(2 * ended <= kept for ended, kept in shares)
+    assert drafter._kept and drafter.num_bytes > 0
+    # With drafts in every step nothing is kept, so that nothing is to be read but what was left behind.
+    monkeypatch.setattr(drafter, "_read_kept", lambda *_: pytest.fail("kept from the call before"))
+    engine.limit_drafts(LONGEST)
+    engine.generate(requests(4, seed=13), RANDOM)
+
+
 def test_a_step_without_drafts_neither_verifies_nor_drafts_and_as_shipped_it_does_both(engine, monkeypatch):
     runs, verified = [], []
     runner = engine._runner
@@ -221,13 +279,21 @@ def test_after_an_error_in_a_plain_step_the_engine_speculates_as_before(engine, 
 
 
 @pytest.fixture(scope="module")
-def mtp_engine(tmp_path_factory):
+def mtp_policy_and_engine(tmp_path_factory):
+    """The policy has no positions beyond the longest sequence."""
     folder = tmp_path_factory.mktemp("mtp") / "policy"
-    random_mtp_policy(folder, vocab_size=16, spread=0.25, max_positions=MAX_LEN)
+    policy = random_mtp_policy(folder, vocab_size=16, spread=0.25, max_positions=MAX_LEN)
     config = VllmConfig(max_num_seqs=16, kv_cache_gib=0.25, threads=1)
     engine = VllmEngine(folder, config, MtpDraft(num_draft_tokens=2), max_model_len=MAX_LEN)
-    yield engine
+    yield policy, engine
     engine.close()
+
+
+@pytest.fixture
+def mtp_engine(mtp_policy_and_engine):
+    engine = mtp_policy_and_engine[1]
+    yield engine
+    engine.choose_drafts(None)
 
 
 def test_an_mtp_layer_misses_nothing_of_steps_without_drafts(mtp_engine, monkeypatch):
@@ -243,3 +309,38 @@ def test_an_mtp_layer_misses_nothing_of_steps_without_drafts(mtp_engine, monkeyp
         shipped = blocks()
     monkeypatch.setattr(deferred_drafter, "_read_kept", lambda *_: deferred_drafter.forget())
     assert deferred == shipped != blocks()
+
+
+def test_near_the_length_limit_nothing_is_drafted_and_the_drafts_afterwards_are_the_right_ones(
+    mtp_policy_and_engine, mtp_engine, monkeypatch
+):
+    """Prompts of three lengths: two times the longest sequences reach the limit while others go on."""
+    policy, _ = mtp_policy_and_engine
+    rng = random.Random(14)
+    prompts = [tuple(rng.randrange(2, 16) for _ in range(length)) for length in (80,) * 4 + (50,) * 4 + (5,) * 6]
+    asked = [Request(Prompt(f"p{i}", ids), 0, i) for i, ids in enumerate(prompts)]
+    to_the_end = dataclasses.replace(RANDOM, max_tokens=MAX_LEN, stop_token_ids=())
+
+    def evidence(completions):
+        answers = [
+            Answer((*ids, *completion.token_ids), len(ids))
+            for ids, completion in zip(prompts, completions, strict=True)
+        ]
+        head = MtpHead(policy)
+        features = policy_features(policy, answers, head.aux_layers)
+        return first_slot_evidence(policy, head, features, completions, to_the_end)
+
+    completions = mtp_engine.generate(asked, to_the_end).completions
+    assert {len(ids) + len(c.token_ids) for ids, c in zip(prompts, completions, strict=True)} == {MAX_LEN}
+    found = evidence(completions)
+    assert found.agreed == found.num_blocks > 200
+    for completion in completions[8:]:
+        asked_for = [block.num_asked for block in completion.blocks[1:]]
+        assert 2 in asked_for[asked_for.index(0) :]
+        assert all(len(block.draft_token_ids) <= block.num_asked for block in completion.blocks)
+
+    # As shipped: zeros for everybody, and holes behind them.
+    runner = mtp_engine._runner
+    monkeypatch.delattr(runner, "_input_fits_in_drafter")
+    shipped = evidence(mtp_engine.generate(asked, to_the_end).completions)
+    assert shipped.agreed < shipped.num_blocks

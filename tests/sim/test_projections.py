@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from paceline.drafts.profile import StepCosts
 from paceline.errors import ConfigError
 from paceline.sim.acceptance import Acceptance
 from paceline.sim.efficiency import IDEAL
@@ -22,7 +23,7 @@ from paceline.sim.rollout import Engines, simulate_rollout
 from paceline.sim.scenario import EIGHT_B_OVERHEAD, Scenario, parse_draft, parse_layout
 from paceline.sim.step import given, step_speedup
 from paceline.sim.sweep import sensitivities, sweep
-from paceline.sim.validate import check_profile, read_run, replay
+from paceline.sim.validate import Run, check_profile, read_run, replay, replay_step
 from paceline.sim.workload import Requests
 
 SMALL = Scenario(rollouts=96, gpus=4, lengths=LognormalLengths(400, 0.7, 2000), max_num_seqs=64)
@@ -199,6 +200,27 @@ def test_a_measured_cost_gives_its_own_points_back():
     assert float(ProfileCost(profile("cpu")).iteration_s(*at)[0]) == pytest.approx(2 * float(cost.iteration_s(*at)[0]))
 
 
+@pytest.mark.parametrize("clock", ["wall", "cpu"])
+def test_a_step_of_prompts_costs_what_it_was_measured_to(clock):
+    times = 1 if clock == "wall" else 2
+    prompts = [{"n": n, "tokens": 40.0, "seconds": s, "cpu_seconds": 2 * s} for n, s in ((8, 0.5), (1, 0.1))]
+    cost = ProfileCost({**profile(clock), "prompts": prompts})
+    # The prompts' step is charged as one of the same sequences without drafts, and what it took beyond that.
+    for n, seconds in ((1, 0.1), (8, 0.5)):
+        step_s = float(cost.iteration_s(n, 40.0 * n, 0)) + float(cost.prefill_s(40.0 * n, 0.0))
+        assert step_s == pytest.approx(times * seconds)
+    # In between and beyond in proportion, and no prompt costs nothing.
+    one, eight, sixteen = cost.prefill_s([40.0, 320.0, 640.0], 0.0)
+    assert cost.prefill_s(180.0, 0.0) == pytest.approx((one + eight) / 2)
+    assert sixteen == pytest.approx(2 * eight)
+    assert cost.prefill_s(0.0, 0.0) == 0
+    assert {line.mark for line in cost.assumptions() if line.name == "cost.prefill_s"} == {"measured"}
+    # Without such steps: at the fitted cost of a position, which is said.
+    older = ProfileCost(profile(clock))
+    assert older.prefill_s(100.0, 0.0) == pytest.approx(100 * 2e-4)
+    assert {line.mark for line in older.assumptions() if line.name == "cost.prefill_s"} == {"fitted"}
+
+
 def test_every_n_and_k_of_a_profile_stands_at_the_same_contexts():
     grid = regular_grid(profile())
     assert {point["context"] for point in grid} == {41.0, 86.0}
@@ -250,6 +272,57 @@ def test_replaying_a_run_through_its_own_cost_gives_its_seconds(k, tmp_path):
     assert validation.checks[0].error < -0.5
     slower = ProfileCost({**profile(), "points": [{**p, "seconds": 1.5 * p["seconds"]} for p in profile()["points"]]})  # type: ignore[union-attr]
     assert replay(run, slower).error > 0.4
+
+
+def write_adaptive_run(folder: Path, lengths: list[int], conditional: list[float], steps: int) -> Run:
+    """A run that chose k before every engine step, of `steps` steps that all took a second."""
+    write_run(folder, 3, [1.0] * steps, lengths)
+    config = folder / "config.toml"
+    chosen = 'method = "eagle3"\nchoose_k = "adaptive"\nnum_draft_tokens = 3\nprobe_share = 0.02'
+    config.write_text(config.read_text().replace('method = "eagle3"', chosen))
+    metrics = folder / "metrics.jsonl"
+    records = [json.loads(line) for line in metrics.read_text().splitlines()]
+    for record in records:
+        record["acceptance"]["conditional"] = conditional
+        record["batch_by_step"] = [[1, 8, 0], [20, 8, 0], [11, 2, 3]]
+    metrics.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return read_run(folder)
+
+
+def test_a_replay_chooses_k_by_the_rule_of_the_run(tmp_path):
+    lengths = [6] * 12 + [30, 60, 120, 240]
+    cost = ProfileCost(profile())
+    costs = StepCosts([1, 2, 4, 8], [[float(cost.iteration_s(n, 60 * n, k)) for k in range(4)] for n in (1, 2, 4, 8)])
+    # What is never accepted is drafted until the rule has seen it, and not from then on.
+    run = write_adaptive_run(tmp_path / "poor", lengths, [0.02, 0.02, 0.02], steps=3)
+    first, *later = replay(run, cost, costs).checks
+    assert any(k > 0 for k in first.predicted_by_k)
+    plain = replay_step(run.steps[0], cost, 8, 0, None).makespan_s
+    for check in later:
+        assert set(check.predicted_by_k) == {0}
+        assert check.predicted_s == pytest.approx(plain)
+    assert first.counted_by_k == {0: 21, 3: 11}
+    # What is accepted is drafted, and where k differs between batches the choice beats every fixed k.
+    run = write_adaptive_run(tmp_path / "good", lengths, [0.75, 0.7, 0.65], steps=3)
+    chosen = replay(run, cost, costs).checks[-1]
+    acceptance = Acceptance((0.75, 0.7, 0.65))
+    fixed = {k: replay_step(run.steps[0], cost, 8, k, acceptance).makespan_s for k in range(4)}
+    assert len(chosen.predicted_by_k) > 1
+    assert chosen.predicted_s < min(fixed.values())
+    with pytest.raises(ConfigError, match="its profile is needed"):
+        replay(run, cost)
+    with pytest.raises(ConfigError, match="measured up to 1"):
+        replay(run, cost, StepCosts([1, 8], [[0.01, 0.02], [0.02, 0.04]]))
+
+
+def test_a_look_up_that_was_not_asked_has_not_failed(tmp_path):
+    # 8 + 160 blocks in steps without drafts, 22 in steps that asked for some: all but the first are asked for ones.
+    run = write_adaptive_run(tmp_path / "run", [20] * 8 + [4] * 2, [0.5], steps=1)
+    record = json.loads((run.path / "metrics.jsonl").read_text())
+    record["k_histogram"] = {"0": 8 + 160 + 2 + 9, "3": 11}
+    (run.path / "metrics.jsonl").write_text(json.dumps(record) + "\n")
+    # Two responses were admitted later, in steps that asked: 20 blocks were, and 11 found something.
+    assert read_run(run.path).steps[0].drafted_share == pytest.approx(11 / 20)
 
 
 def test_a_run_gives_lengths_acceptance_and_stages_as_measured(tmp_path):

@@ -122,6 +122,59 @@ def test_what_cannot_work_is_one_paragraph_and_exit_code_2(words, message, tmp_p
     assert captured.out == "" and "Traceback" not in captured.err
 
 
+@pytest.mark.parametrize(
+    ("words", "option"),
+    [
+        ("compare --draft ngram@3:2.0 --drafts eagle3@3:3.0", "--draft"),
+        ("compare --drafts none --spread 0.3", "--spread"),
+        ("rollout --draft none --spread 0.3", "--spread"),
+        ("rollout --draft none --sensitivity", "--sensitivity"),
+        ("rollout --run RUN --rollouts 64", "--rollouts"),
+        ("rollout --run RUN --group-size 2", "--group-size"),
+        ("rollout --run RUN --prompt-tokens 9", "--prompt-tokens"),
+        ("rollout --run RUN --trace lengths.jsonl", "--trace"),
+        ("rollout --run RUN --spread 0.3", "--spread"),
+        ("rollout --trace lengths.jsonl --mean-length 2500", "--mean-length"),
+        ("rollout --trace lengths.jsonl --max-tokens 9", "--max-tokens"),
+        ("rollout --profile p.json --gpus 32", "--gpus"),
+        ("rollout --profile p.json --layout TP1", "--layout"),
+        ("rollout --profile p.json --precision bf16", "--precision"),
+        ("rollout --profile p.json --price 3", "--price"),
+        ("async --profile p.json --training-gpus 2 --stages train=1", "--training-gpus"),
+        ("step --stages train=1 --transport 5", "--transport"),
+        ("step --generation-share 0.6 --transport 5", "--transport"),
+        ("step --run RUN --transport 5", "--transport"),
+        ("async --lag 0 --updates drained", "--updates"),
+        ("recommend --stages train=1", "--stages"),
+        ("recommend --generation-share 0.6", "--generation-share"),
+        ("recommend --transport 5", "--transport"),
+        ("recommend --lag 1", "--lag"),
+        ("recommend --updates drained", "--updates"),
+        ("recommend --training-gpus 4 --engines 2", "--engines"),
+        ("sweep --updates drained", "--updates"),
+        ("sweep --over lag=0 --updates drained", "--updates"),
+        ("sweep --over lag=0,1 --generation-share 0.6", "--generation-share"),
+        ("sweep --over gpus=8,16 --gpus 8", "--gpus"),
+        ("sweep --over gpus=8,16 --engines 2", "--engines"),
+        ("sweep --over mean_length=100,200 --mean-length 2500", "--mean-length"),
+        ("sweep --over gpus=8,16 --profile p.json", "--over gpus"),
+    ],
+)
+def test_an_option_that_cannot_take_effect_is_refused_also_at_its_default_value(words, option, capsys):
+    # Refused from the options alone: none of the files is looked for.
+    assert main(["simulate", *words.split()]) == 2
+    captured = capsys.readouterr()
+    assert f"{option} has no effect here: " in captured.err
+    assert captured.out == "" and "Traceback" not in captured.err
+
+
+@pytest.mark.parametrize("verb", ["sweep", "compare"])
+def test_an_option_of_another_command_is_not_offered_as_the_remedy(verb, capsys):
+    assert main(["simulate", verb, "--transport", "5"]) == 2
+    message = capsys.readouterr().err
+    assert "--transport is not an option" in message and "mean --transport?" not in message
+
+
 def test_names_are_known_in_any_case(capsys):
     assert main(["simulate", "rollout", *SMALL, "--model", "Qwen3-8B", "--hardware", "GB200", "--json"]) == 0
     first = json.loads(capsys.readouterr().out)["modes"]["ideal"]["arms"]

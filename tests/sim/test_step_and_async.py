@@ -100,6 +100,37 @@ def test_no_batch_is_older_than_the_lag_and_no_learner_step_comes_before_its_rol
     assert (run.first_s >= run.released_s - 1e-9).all()
 
 
+@pytest.mark.parametrize("train_s", [0.0, 0.3])
+@pytest.mark.parametrize("lag", [1, 3])
+def test_rollouts_in_flight_are_those_of_releases_that_are_known_from_the_start(lag, train_s):
+    # Without a transfer the engines never stop: one clock, and the releases found are all that the run depends on.
+    stages = given(GIVEN, train=train_s)
+    parts, cost, engines = batches(8), PlainCost(sequence_s=5e-4), Engines(3, 24)
+    run = simulate_async(parts, cost, Acceptance((0.8, 0.7)), 2, engines, stages, lag=lag)
+    requests = Requests.concatenate(
+        [part.released(float(when)) for part, when in zip(parts, run.released_s, strict=True)]
+    )
+    again = simulate_rollout(requests, cost, Acceptance((0.8, 0.7)), 2, engines)
+    np.testing.assert_allclose(run.done_s, again.finish_s.reshape(8, -1).max(axis=1), rtol=1e-9)
+    np.testing.assert_allclose(run.first_s, again.admit_s.reshape(8, -1).min(axis=1), rtol=1e-9)
+    # And they are the times at which the weights were ready.
+    np.testing.assert_allclose(run.released_s[lag + 1 :], run.ready_s[: -lag - 1])
+    assert (run.released_s[: lag + 1] == 0).all() and (np.diff(run.released_s) >= 0).all()
+
+
+def test_a_transfer_stops_what_is_in_flight_for_as_long_as_it_takes():
+    parts, cost, engines = batches(6), PlainCost(sequence_s=5e-4), Engines(2, 128)
+    # A learner so slow that the engines wait for it: the transfers in between lengthen the period by themselves only.
+    slow, slower = (
+        simulate_async(parts, cost, None, 0, engines, given(GIVEN, prepare=prepare, train=50.0), lag=2)
+        for prepare in (0.0, 0.5)
+    )
+    np.testing.assert_allclose(np.diff(slower.ready_s), np.diff(slow.ready_s) + 0.5)
+    # Batches 1 and 2 are generated beside batch 0 and before any transfer; batch 3 begins when the first one has ended.
+    np.testing.assert_allclose(slower.done_s[:3], slow.done_s[:3])
+    assert slower.first_s[3] == pytest.approx(slower.ready_s[0])
+
+
 def test_more_lag_never_makes_a_step_longer_while_sequences_do_not_slow_each_other():
     stages = given(GIVEN, prepare=0.05, train=0.5)
     periods = [

@@ -48,6 +48,21 @@ def measured(tmp_path_factory):
     parts.close()
 
 
+class Watched:
+    """An engine whose `generate` also tells what it returned."""
+
+    def __init__(self, engine, tell):
+        self._engine, self._tell = engine, tell
+
+    def __getattr__(self, name):
+        return getattr(self._engine, name)
+
+    def generate(self, requests, sampling):
+        rollouts = self._engine.generate(requests, sampling)
+        self._tell(rollouts)
+        return rollouts
+
+
 # -- measuring -------------------------------------------------------------------------------------------------------
 
 
@@ -66,26 +81,27 @@ def test_after_a_calibration_the_engine_drafts_as_it_was_built_to(measured):
     assert {step.num_asked for step in rollouts.steps} == {3}
 
 
+def test_the_steps_of_prompts_are_measured_apart(measured):
+    _, parts, profile = measured
+    assert [(p.n, p.repeats) for p in profile.prompts] == [(n, calibrate.PROMPT_REPEATS) for n in (1, 4)]
+    assert all(p.seconds > 0 for p in profile.prompts)
+    # One step for each, in which nothing is drafted and every prompt gives its first token.
+    prompts = parts.prompts.next(4)
+    calls = []
+    watched = calibrate.replace(parts, engine=Watched(parts.engine, lambda rollouts: calls.append(rollouts.steps)))
+    calibrate.measure_prompts(watched, prompts, measured[0])
+    assert [[(step.live, step.num_asked) for step in steps] for steps in calls] == [[(1, 0)]] * 3 + [[(4, 0)]] * 3
+
+
 def test_only_steps_with_the_whole_batch_and_a_settled_k_are_counted(measured):
     """The first step of each k still has the drafter read the verification of another k; of k = 0 the last one, too."""
     recipe, parts, _ = measured
     engine = parts.engine
     asked = []
-    generate = engine.generate
-
-    class Watched:
-        num_draft_tokens = engine.num_draft_tokens
-        choose_drafts = staticmethod(engine.choose_drafts)
-
-        @staticmethod
-        def generate(requests, sampling):
-            rollouts = generate(requests, sampling)
-            asked.append(rollouts.steps)
-            return rollouts
-
+    watched = Watched(engine, lambda rollouts: asked.append(rollouts.steps))
     sampling = calibrate.replace(parts.sampling, stop_token_ids=(), max_tokens=50)
     lengths = calibrate.lengths_in_turn(3, random.Random(0))
-    times = calibrate._generate(Watched(), parts.prompts.next(4), sampling, recipe, 0, lengths)
+    times = calibrate._generate(watched, parts.prompts.next(4), sampling, recipe, 0, lengths)
     engine.choose_drafts(None)
     (steps,) = asked
     whole = list(itertools.takewhile(lambda step: step.live == 4, steps))

@@ -145,6 +145,25 @@ def test_arms_that_cannot_be_compared_are_refused(words, arms, message, recipe_f
         load_arms(recipe_file(""), words, arms)
 
 
+def test_the_adaptive_arm_is_the_recipes_method_and_the_choice_of_k_is_its_alone(recipe_file):
+    path = recipe_file("[draft]\nmethod = 'ngram'\nchoose_k = 'adaptive'\nprofile = 'a.json'\nmax_ngram = 5\n")
+    words = ["--draft.profile", "b.json", "--draft.num_draft_tokens", "7"]
+    arms = load_arms(path, words, ["none", "ngram", "adaptive"], may_choose=True)
+    assert arms["none"].draft == NoDraft()
+    assert arms["ngram"].draft == NgramDraft(num_draft_tokens=7, max_ngram=5)
+    chosen = NgramDraft(num_draft_tokens=7, max_ngram=5, choose_k="adaptive", profile=Path("b.json"))
+    assert arms["adaptive"].draft == chosen
+    for recipe in arms.values():
+        assert recipe.model_copy(update={"draft": NoDraft()}) == arms["none"]
+
+
+def test_an_adaptive_arm_needs_a_profile_and_a_command_that_can_choose(recipe_file):
+    with pytest.raises(ConfigError, match=r"draft\.profile: make one with `paceline calibrate"):
+        load_arms(recipe_file(""), [], ["none", "adaptive"], may_choose=True)
+    with pytest.raises(ConfigError, match=r"draft\.method -> must be one of"):
+        load_arms(recipe_file(""), [], ["none", "adaptive"])
+
+
 def test_the_resolved_recipe_of_a_run_folder_reads_back_equal(recipe_file, tmp_path):
     words = ["--draft.aux_layers", "[1, 2, 3]", "--draft.path", "head", "--train.lr", "3e-5", "--engine.threads", "1"]
     recipe = load_recipe(recipe_file(""), words)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -469,6 +471,23 @@ def outcome_rate(policy: PreTrainedModel, head: Eagle3Head, answer: Answer) -> t
         num_accepted = matches.index(False) if False in matches else len(matches)
         accepted, blocks, root = accepted + matches[0], blocks + 1, root + num_accepted + 1
     return accepted, blocks
+
+
+def test_the_standard_error_of_a_prediction_is_its_spread_over_other_rollouts() -> None:
+    """40 sets of 6 answers, of which some are longer: the ratio of the two variances scatters by a quarter."""
+    policy, sampling = make_learnable_policy(), Sampling(temperature=1.0)
+    head = make_head(policy)
+    answers = [
+        Answer(answer.token_ids[: 9 + 11 * (place % 3)], 3)
+        for place, answer in enumerate(sampled_answers(policy, 240, 28, 1.0, seed=4))
+    ]
+    sets = [predicted_acceptance(policy, head, answers[6 * i : 6 * i + 6], 2, sampling) for i in range(40)]
+    spread = statistics.variance([predicted.alpha for predicted in sets])
+    stated = statistics.fmean([predicted.standard_error**2 for predicted in sets])
+    assert 0.5 < spread / stated < 2
+    assert {predicted.num_answers for predicted in sets} == {6}
+    alone = predicted_acceptance(policy, head, answers[:1], 2, sampling)
+    assert math.isnan(alone.standard_error) and alone.num_answers == 1
 
 
 def test_acceptance_rises_while_the_head_trains() -> None:

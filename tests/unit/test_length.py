@@ -144,10 +144,24 @@ def test_old_evidence_fades():
         assert (chooser.usual(32) == 0) is left
 
 
+def test_drafts_that_are_a_little_worse_than_none_are_left_at_once():
+    """The margin keeps a k from jumping about; it never keeps drafts that cost more than they bring."""
+    chooser = LengthChooser(StepCosts([16], [[0.100, 0.150]]), num_draft_tokens=1)
+
+    def observe(accepted: int, of: int) -> int:
+        chooser.observe([Block((5,), int(i < accepted), (5,) * (1 + (i < accepted)), 16, 1) for i in range(of)])
+        return chooser.usual(16)
+
+    assert observe(300, 500) == 1
+    assert observe(2_400, 5_000) == 0  # 1.49 tokens in 1.5 times the seconds.
+    assert observe(25_500, 50_000) == 0  # 1.509: better, but not by the margin.
+    assert observe(180_000, 300_000) == 1
+
+
 def test_the_tail_does_not_speak_for_the_full_batch():
     rng = random.Random(8)
     chooser = LengthChooser(costs())
-    full, tail = blocks(64, 4, (0.2,) * 4, 2000, rng), blocks(1, 4, (0.95,) * 4, 2000, rng)
+    full, tail = blocks(64, 4, (0.2,) * 4, 2000, rng), blocks(1, 4, (0.95,) * 4, 6000, rng)
     chooser.observe([*full, *tail])
     assert chooser.usual(1) == 4 and chooser.usual(64) == 0
     pooled = LengthChooser(costs())

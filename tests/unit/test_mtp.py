@@ -21,7 +21,7 @@ from paceline.engine.reference import ReferenceEngine
 from paceline.errors import ModelError, PublishError
 from paceline.models import tiny
 from paceline.models.eagle3 import ChainMemory, KeyValueCache, embed, greedy_draft
-from paceline.models.folder import load_policy
+from paceline.models.folder import load_policy, load_tokenizer, resolve_policy
 from paceline.models.mimo import MiMoForCausalLM, split_state
 from paceline.models.mtp import MTP_PREFIX, MtpHead
 from paceline.models.weights import policy_tensors
@@ -318,5 +318,6 @@ def test_the_doctor_says_that_the_policys_own_layer_drafts_or_what_to_set_instea
     assert says.state == "ok" and says.says.startswith("mtp, the policy's own layer")
 
     plain = tiny.make_model(SMALL.model_copy(update={"num_mtp_layers": 0}))
+    tokenizer = load_tokenizer(resolve_policy(recipe.policy).path)
     with pytest.raises(ModelError, match=r"policy\.num_mtp_layers = 1"):
-        _check_draft(recipe, plain, num_positions=64)
+        _check_draft(recipe, plain, tokenizer, num_positions=64)

@@ -151,7 +151,7 @@ def test_the_written_config_is_the_recipe(tmp_path):
         "min_ngram": 2,
         "max_ngram": 4,
         "choose_k": "fixed",
-        "probe_share": 0.02,
+        "probe_share": 0.01,
     }
 
 
@@ -176,6 +176,7 @@ def test_observing_loads_no_torch():
 METRICS = {
     "step": 2,
     "stage_s": {"generate": 1.5, "step": 2.0},
+    "engine_s": {"draft": 0.25},
     "acceptance": {"alpha": None},
     "reward": {"mean": 0.25},
     "certificate": {"z": None},
@@ -189,13 +190,15 @@ def test_without_a_terminal_progress_is_one_plain_line_per_event():
     progress.status("Training the draft [bold]")
     progress.step(METRICS, 5)
     progress.step({**METRICS, "alarms": ["acceptance: none"], "acceptance": {"alpha": 2.5}}, 5)
+    progress.step({**METRICS, "acceptance": {"alpha": 2.5}, "engine_s": None}, 5)
     progress.close()
     lines = output.getvalue().splitlines()
     assert lines[0] == "Training the draft [bold]"
     assert lines[1].startswith("step 2/5 | reward 0.250 | certificate z - |")
     assert "acceptance length 2.50" in lines[2]
-    assert "ALARM" in lines[2]
-    assert len(lines) == 3
+    assert "generate 1.50 s of 2.00 s, 0.25 s of it drafting | ALARM" in lines[2]
+    assert lines[1].endswith("2.00 s") and lines[3].endswith("2.00 s")
+    assert len(lines) == 4
 
 
 def test_on_a_terminal_the_bar_ends_with_the_run():

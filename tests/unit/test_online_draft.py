@@ -147,8 +147,9 @@ def test_no_more_tokens_are_learned_from_in_a_step_than_the_recipe_allows(tokens
     assert seen == {0, 1, 3, 4, 5}
 
 
-def predicting(monkeypatch, alphas):
-    remaining = iter([Acceptance(alpha, (), (), (), num_blocks=1) for alpha in alphas])
+def predicting(monkeypatch, alphas, standard_error=0.0):
+    figures = {"num_blocks": 1, "standard_error": standard_error, "num_answers": 8}
+    remaining = iter([Acceptance(alpha, (), (), (), **figures) for alpha in alphas])
     monkeypatch.setattr(module, "predicted_acceptance", lambda *args: next(remaining))
 
 
@@ -163,7 +164,7 @@ def predicting(monkeypatch, alphas):
     ],
 )
 def test_the_draft_learns_in_exactly_the_steps_that_its_budget_names(monkeypatch, settings, learned):
-    # Level, half of the newest prediction: 2.0, 2.5, 2.25, 2.125, 2.06, 3.03, 2.5, 2.75
+    # No noise. Level: means of up to four, then a quarter of the newest: 2, 2.5, 2.33, 2.25, 2.19, 2.64, 2.48, 2.61
     predicting(monkeypatch, [2.0, 3.0, 2.0, 2.0, 2.0, 4.0, 2.0, 3.0])
     trainer = make_trainer(tiny_policy(dtype=torch.float32))
     draft = make(trainer.model, **settings)
@@ -180,13 +181,12 @@ def test_the_draft_learns_in_exactly_the_steps_that_its_budget_names(monkeypatch
     assert steps == learned
 
 
-@pytest.mark.parametrize(("newest", "learns"), [(1.96, False), (1.9, True)])
-def test_below_peak_waits_until_the_level_is_two_per_cent_below(monkeypatch, newest, learns):
-    # Level, half of the newest prediction: 1 % below its peak of 2.0, or 2.5 %.
-    predicting(monkeypatch, [2.0, newest])
+@pytest.mark.parametrize(("standard_error", "learns"), [(0.2, False), (0.01, True)])
+def test_below_peak_waits_until_the_noise_of_the_probe_does_not_explain_the_loss(monkeypatch, standard_error, learns):
+    predicting(monkeypatch, [2.0, 2.0, 1.7], standard_error)
     trainer = make_trainer(tiny_policy(dtype=torch.float32))
     draft = make(trainer.model, online="below_peak")
-    for _ in range(2):
+    for _ in range(3):
         draft.predict(draft.probe(samples()))
     assert (step(trainer, draft)[1].updates > 0) == learns
 
@@ -244,7 +244,7 @@ def test_two_steps_equal_one_step_a_reload_and_another():
     assert same(draft.state_dict(), straight.state_dict())
 
 
-@pytest.mark.parametrize("part", ["optimizer", "schedule", "version", "trained_at", "level", "peak", "generator"])
+@pytest.mark.parametrize("part", ["optimizer", "schedule", "version", "trained_at", "level", "generator"])
 def test_a_part_that_a_checkpoint_lacks_is_named(part):
     draft = make(tiny_policy(dtype=torch.float32))
     state = draft.state_dict()

@@ -105,6 +105,31 @@ def test_the_verdict_on_the_rewards_stands_with_its_standard_error(within, verdi
     assert table["verdict"] == ["", verdict]
 
 
+SPECULATION = {
+    "per_request": {"pooled": 2.87, "mean": 2.61},
+    "marginal": [0.9, 0.6, 0.37],
+    "emitted": {"accepted": 0.65, "recovered": 0.2, "bonus": 0.1, "plain": 0.05},
+    "mean_live_batch": 11.96,
+    "k_chosen": {"0": 0.25, "3": 0.75},
+    "engine_s": {"draft": 0.31, "verify": 1.6, "sample": 0.4, "other": None},
+}
+
+
+def test_how_the_tokens_came_about_stands_beside_the_other_arm_and_without_figures_nowhere():
+    record = summary()
+    assert "tokens: bonus" not in rows(comparison(record))
+    record["arms"]["eagle3"]["speculation"] = SPECULATION
+    table = rows(comparison(record))
+    assert table["acceptance length, pooled"] == ["-", "2.87"]
+    assert table["mean over requests"] == ["-", "2.61"]
+    assert table["accepted at position 1, 2, ..."] == ["-", "90 % 60 % 37 %"]
+    assert table["tokens: recovered"] == ["-", "20 %"]
+    assert table["k, share of engine steps"] == ["-", "0: 25 %, 3: 75 %"]
+    assert table["sequences per engine step, mean"] == ["-", "12.0"]
+    assert table["seconds of generate: draft"] == ["-", "0.310"]
+    assert table["seconds of generate: other"] == ["-", "-"]
+
+
 def metrics_line(step: int, reward: float, accepted: int) -> dict:
     return {
         "step": step,

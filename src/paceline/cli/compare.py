@@ -13,7 +13,7 @@ from rich.console import Console
 
 from paceline.cli.doctor import notes
 from paceline.cli.process import ensure_engine_environment
-from paceline.config.load import kinds, load_arms
+from paceline.config.load import ADAPTIVE, kinds, load_arms
 from paceline.config.run import Recipe
 from paceline.errors import ConfigError
 from paceline.loop.compare import RolloutPlan, choose_in_flight, repeat_prompts, run_arms, summarize
@@ -35,7 +35,7 @@ def compare(
     """Run all arms below `run.root / run.name`, write summary.json there and print it. Raises `PacelineError`."""
     # The baseline comes first: everything else is said relative to it.
     arms = sorted(arms, key=lambda arm: arm != "none")
-    recipes = load_arms(recipe_path, overrides, arms)
+    recipes = load_arms(recipe_path, overrides, arms, may_choose=True)
     shared = next(iter(recipes.values()))
     if num_pairs < 2:
         raise ConfigError(f"--pairs -> must be 2 or more | got {num_pairs}: one pair has no interval")
@@ -101,7 +101,7 @@ def _run(recipes: Mapping[str, Recipe], sizes: tuple[int, ...], num_pairs: int) 
 
 def _earlier(folder: Path) -> list[Path]:
     """What an earlier comparison left in `folder`: the arms' run folders and the summary; nothing else is touched."""
-    return [path for name in (*kinds("draft"), "summary.json") if (path := folder / name).exists()]
+    return [path for name in (*kinds("draft"), ADAPTIVE, "summary.json") if (path := folder / name).exists()]
 
 
 def _remove(paths: Sequence[Path]) -> None:

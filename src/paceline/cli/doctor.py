@@ -17,6 +17,7 @@ from rich.text import Text
 from paceline.cli.process import openmp_library
 from paceline.config.load import load_recipe
 from paceline.config.run import (
+    DraftModelDraft,
     Eagle3Draft,
     HistoryDraft,
     MtpDraft,
@@ -86,7 +87,7 @@ def notes(recipe: Recipe) -> list[str]:
     match draft:
         case NoDraft():
             return []
-        case Eagle3Draft() | NgramDraft() | HistoryDraft() | MtpDraft() if draft.num_draft_tokens == 0:
+        case _ if draft.num_draft_tokens == 0:
             return [f"draft.num_draft_tokens is 0: draft.method {draft.method!r} proposes nothing, speculation is off"]
         case Eagle3Draft() if draft.num_draft_tokens > draft.depth:
             return [
@@ -117,7 +118,7 @@ def _recipe(recipe: Recipe) -> Iterator[Check]:
         positions = model.config.max_position_embeddings
         yield Check("ok", name, f"longest {longest} tokens, {recipe.sampling.max_tokens} more fit into {positions}")
         name = "draft"
-        says = _check_draft(recipe, model, longest + recipe.sampling.max_tokens)
+        says = _check_draft(recipe, model, tokenizer, longest + recipe.sampling.max_tokens)
         yield Check("ok", name, says)
     except PacelineError as error:
         yield Check("fail", name, str(error))
@@ -145,8 +146,9 @@ def _check_prompts(recipe: Recipe, model: PreTrainedModel, tokenizer: PreTrained
     return max(len(prompt.token_ids) for prompt in everything)
 
 
-def _check_draft(recipe: Recipe, model: PreTrainedModel, num_positions: int) -> str:
+def _check_draft(recipe: Recipe, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, num_positions: int) -> str:
     """What the draft is. Raises `ModelError` or `ConfigError` when it does not fit the policy or the engine."""
+    from paceline.drafts.draft_model import load_draft_model
     from paceline.engine.vllm.engine import check_sampling
     from paceline.models.eagle3 import Eagle3Head, check_aux_layers, default_aux_layers, policy_parts
     from paceline.models.mtp import MtpHead
@@ -164,6 +166,13 @@ def _check_draft(recipe: Recipe, model: PreTrainedModel, num_positions: int) -> 
         case MtpDraft():
             MtpHead(model)
             return f"mtp, the policy's own layer, up to {draft.num_draft_tokens} tokens per verify step"
+        case DraftModelDraft(path=Path() as folder):
+            load_draft_model(folder.expanduser(), model.config, tokenizer, num_positions)
+            return f"draft_model, {folder} fits the policy; frozen"
+        case DraftModelDraft():
+            return (
+                f"draft_model, a tiny of {draft.num_layers} layers x {draft.hidden_size}, trained on first use; frozen"
+            )
         case Eagle3Draft(path=Path() as folder):
             Eagle3Head.load(folder, model.config, num_positions, embedding=policy_parts(model).embedding.weight)
             return f"eagle3, {folder} fits the policy"

@@ -12,7 +12,7 @@ from rich.text import Text
 from paceline.cli.doctor import notes
 from paceline.cli.process import ensure_engine_environment
 from paceline.config.load import load_recipe
-from paceline.config.run import Eagle3Draft, HistoryDraft, NgramDraft, NoDraft, Recipe
+from paceline.config.run import DraftModelDraft, Eagle3Draft, HistoryDraft, NgramDraft, NoDraft, Recipe
 from paceline.errors import ConfigError
 from paceline.observe.progress import ConsoleProgress
 from paceline.observe.provenance import machine, package_versions
@@ -24,7 +24,7 @@ def train_draft(recipe_path: str, overrides: list[str]) -> int:
     recipe = load_recipe(recipe_path, overrides)
     if not isinstance(recipe.draft, Eagle3Draft):
         raise ConfigError(
-            f'draft.method is "{recipe.draft.method}", which has no weights of its own to train before a run: set '
+            f'draft.method is "{recipe.draft.method}", which has nothing that this command trains: set '
             'draft.method = "eagle3"'
         )
     if recipe.draft.num_draft_tokens == 0:
@@ -67,6 +67,11 @@ def eval_draft(recipe_path: str, overrides: list[str], num_answers: int, as_json
     if num_answers < 1:
         raise ConfigError(f"--answers -> must be 1 or more | got {num_answers}")
     recipe = load_recipe(recipe_path, overrides)
+    if isinstance(recipe.draft, DraftModelDraft):
+        raise ConfigError(
+            'draft.method is "draft_model", for which nothing is predicted: `paceline train` and `paceline certify` '
+            "report its measured acceptance length"
+        )
     if isinstance(recipe.draft, NoDraft | NgramDraft | HistoryDraft):
         raise ConfigError(
             f'draft.method is "{recipe.draft.method}", which has no weights that could predict anything: set '

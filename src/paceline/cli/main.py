@@ -37,7 +37,7 @@ def main(words: Sequence[str] | None = None) -> int:
         os.environ.setdefault(name, value)
     try:
         if unknown:
-            _refuse(unknown, options.verb)
+            _refuse(unknown, options)
         return _dispatch(options, overrides)
     except PacelineError as error:
         return _say(str(error))
@@ -85,7 +85,9 @@ def build_parser() -> argparse.ArgumentParser:
 
     compare = verb("compare", "Run a recipe in several arms that take turns, and compare speed and outcome.")
     compare.add_argument("recipe", metavar="RECIPE.toml")
-    compare.add_argument("--arms", default="none,eagle3", help="values of draft.method (default: %(default)s)")
+    compare.add_argument(
+        "--arms", default="none,eagle3", help="values of draft.method, and adaptive (default: %(default)s)"
+    )
     compare.add_argument("--fresh", action="store_true", help="remove an earlier comparison of the same run.name first")
     compare.add_argument(
         "--pairs", type=int, default=3, help="rollout measurements per arm at start, middle and end (default: 3)"
@@ -207,7 +209,7 @@ def _dispatch(options: argparse.Namespace, overrides: list[str]) -> int:
             raise AssertionError(f"the parser let an unknown verb through: {verb}")
 
 
-def _refuse(unknown: list[str], verb: str) -> None:
+def _refuse(unknown: list[str], options: argparse.Namespace) -> None:
     from paceline.config.load import parse_overrides
 
     own = {
@@ -216,9 +218,9 @@ def _refuse(unknown: list[str], verb: str) -> None:
         "certify": ["--tokens", "--arms", "--json"],
         "calibrate": ["--out", "--seconds", "--clock", "--json"],
         "draft": ["--answers", "--json"],
-        "simulate": option_names(),
+        "simulate": option_names(options.simulate_verb) if options.verb == "simulate" else [],
     }
-    parse_overrides(unknown, own.get(verb, []))
+    parse_overrides(unknown, own.get(options.verb, []))
 
 
 def _no_overrides(overrides: list[str]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +31,29 @@ VERBS = {
 
 RUN_FOLDER = "run folder whose lengths, acceptances and stages are taken"
 
+DEFAULTS: Mapping[str, Any] = {
+    "model": "qwen3-8b",
+    "hardware": "gb200",
+    "gpus": 32,
+    "precision": "bf16",
+    "draft": "eagle3@3:3.0",
+    "spread": 0.0,
+    "rollouts": 1024,
+    "group_size": 1,
+    "prompt_tokens": 0,
+    "mean_length": 2500.0,
+    "sigma": 1.0,
+    "max_tokens": 16384,
+    "seed": 0,
+    "lag": 1,
+    "updates": "in_flight",
+}
+"""Of the options that have one. The parser leaves out what was not given: what was, must take effect."""
+DEFAULT_AXES = ("k=1,3,5,7", "alpha=1.5,2,3,4,5,6")
+LENGTHS = ("mean_length", "sigma", "max_tokens")
+STAGES = ("stages", "generation_share", "run")
+"""What gives the other stages."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The commands of `paceline simulate` and their options."""
@@ -45,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             continue
         _scenario_arguments(verb)
         if name != "rollout":
-            _stage_arguments(verb)
+            _stage_arguments(verb, modelled=name not in ("sweep", "compare"))
         if name in ("async", "recommend"):
             _async_arguments(verb)
         if name == "sweep":
@@ -56,7 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                 action="append",
                 metavar="NAME=V,V",
                 help="an axis of the grid, repeatable: k, alpha, gpus, rollouts, mean_length, sigma, max_num_seqs, "
-                "lag, model, hardware, layout (default: k=1,3,5,7 and alpha=1.5,2,3,4,5,6)",
+                f"lag, model, hardware, layout (default: {' and '.join(DEFAULT_AXES)})",
             )
         if name in ("recommend", "compare"):
             verb.add_argument(
@@ -73,23 +96,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _scenario_arguments(verb: argparse.ArgumentParser) -> None:
     add = verb.add_argument_group("what is projected").add_argument
-    add("--model", default=None, help="qwen3-8b, qwen3-235b-a22b, ... or a folder with config.json (default: qwen3-8b)")
-    add("--hardware", default=None, help="gb200, b200, h200, h100 or a100 (default: gb200)")
-    add("--gpus", type=int, default=32, help="GPUs that generate (default: %(default)s)")
+    add("--model", help=_help("qwen3-8b, qwen3-235b-a22b, ... or a folder with config.json", "model"))
+    add("--hardware", help=_help("gb200, b200, h200, h100 or a100", "hardware"))
+    add("--gpus", type=int, help=_help("GPUs that generate", "gpus"))
     add(
         "--layout",
         default=None,
         help="of one engine: TP1, TP4, EP8, EP32xTP4, or fastest (default: the smallest that fits)",
     )
-    add("--precision", choices=("bf16", "fp8"), default="bf16", help="of weights and KV cache (default: %(default)s)")
-    add("--draft", default=None, metavar="METHOD@K:ALPHA", help="draft and acceptance length (default: eagle3@3:3.0)")
-    add("--spread", type=float, default=0.0, help="standard deviation of the acceptance's logit between responses")
-    add("--rollouts", type=int, default=1024, help="responses per step (default: %(default)s)")
-    add("--group-size", type=int, default=1, help="responses per prompt (default: %(default)s)")
-    add("--prompt-tokens", type=int, default=0, help="of every prompt (default: %(default)s)")
-    add("--mean-length", type=float, default=2500.0, help="response tokens, lognormal (default: %(default)s)")
-    add("--sigma", type=float, default=1.0, help="standard deviation of the log of the length (default: %(default)s)")
-    add("--max-tokens", type=int, default=16384, help="response length limit (default: %(default)s)")
+    add("--precision", choices=("bf16", "fp8"), help=_help("of weights and KV cache", "precision"))
+    add("--draft", metavar="METHOD@K:ALPHA", help=_help("draft and acceptance length", "draft"))
+    spread = "standard deviation of the acceptance's logit between responses"
+    add("--spread", type=float, help=_help(spread, "spread"))
+    add("--rollouts", type=int, help=_help("responses per step", "rollouts"))
+    add("--group-size", type=int, help=_help("responses per prompt", "group_size"))
+    add("--prompt-tokens", type=int, help=_help("of every prompt", "prompt_tokens"))
+    add("--mean-length", type=float, help=_help("response tokens, lognormal", "mean_length"))
+    add("--sigma", type=float, help=_help("standard deviation of the log of the length", "sigma"))
+    add("--max-tokens", type=int, help=_help("response length limit", "max_tokens"))
     add("--trace", default=None, metavar="FILE", help="JSON lines of lengths, instead of a lognormal")
     add("--max-num-seqs", type=int, default=None, help="sequences in flight on one engine (default: 1024)")
     add(
@@ -100,24 +124,31 @@ def _scenario_arguments(verb: argparse.ArgumentParser) -> None:
     )
     add("--engines", type=int, default=None, help="number of engines (default: GPUs over those of the layout)")
     add("--run", default=None, metavar="FOLDER", help=RUN_FOLDER)
-    add("--seed", type=int, default=0, help="of lengths and spread (default: %(default)s)")
+    add("--seed", type=int, help=_help("of lengths and spread", "seed"))
 
 
-def _stage_arguments(verb: argparse.ArgumentParser) -> None:
+def _help(text: str, name: str) -> str:
+    return f"{text} (default: {DEFAULTS[name]})"
+
+
+def _stage_arguments(verb: argparse.ArgumentParser, modelled: bool) -> None:
+    """`modelled`: whether they come from FLOP and bytes where nothing gives them."""
     add = verb.add_argument_group("the other stages").add_argument
     add(
         "--stages",
         default=None,
         metavar="LIST",
-        help="seconds, for example data=0.2,prepare=2,logprob=18,train=31 (default: from FLOP and bytes)",
+        help="seconds, for example data=0.2,prepare=2,logprob=18,train=31"
+        + (" (default: from FLOP and bytes)" if modelled else " (default: the rollout alone)"),
     )
     add("--generation-share", type=float, default=None, help="share of generation in a step without speculation (0-1)")
-    add("--transport", type=float, default=None, metavar="GB/S", help="rate at which weights reach the engines")
+    if modelled:
+        add("--transport", type=float, default=None, metavar="GB/S", help="rate at which weights reach the engines")
 
 
 def _async_arguments(verb: argparse.ArgumentParser) -> None:
     add = verb.add_argument_group("generation beside training").add_argument
-    add("--lag", type=int, default=1, help="policy versions that rollouts may be behind (default: %(default)s)")
+    add("--lag", type=int, help=_help("policy versions that rollouts may be behind", "lag"))
     add("--training-gpus", type=int, default=None, help="GPUs that train (default: half as many as generate)")
     _updates_argument(verb)
 
@@ -126,23 +157,34 @@ def _updates_argument(verb: argparse.ArgumentParser) -> None:
     verb.add_argument(
         "--updates",
         choices=("in_flight", "drained"),
-        default="in_flight",
-        help="new weights interrupt the engines, or wait until they are idle (default: %(default)s)",
+        help=_help("new weights interrupt the engines, or wait until they are idle", "updates"),
     )
 
 
-def option_names() -> list[str]:
-    """All of them, for the nearest match of a mistyped one."""
+def option_names(verb: str) -> list[str]:
+    """Those of one command, for the nearest match of a mistyped one."""
     parser = argparse.ArgumentParser(add_help=False)
     add_arguments(parser)
     verbs = next(action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
-    return sorted({name for verb in verbs.choices.values() for name in verb._option_string_actions if name[:2] == "--"})
+    return sorted(name for name in verbs.choices[verb]._option_string_actions if name[:2] == "--")
 
 
 def simulate(options: argparse.Namespace) -> int:
-    """Project, print, draw. Returns 0. Raises `ConfigError`."""
+    """Project, print, draw. Returns 0. Raises `ConfigError`, also for an option without effect beside the others."""
     from paceline.sim.report import print_report
 
+    given = {name for name, value in vars(options).items() if value is not None and value is not False}
+    # With a profile alone nothing says which machine an ideal engine would have.
+    alone = "profile" in given and not {"model", "hardware"} & given
+    options.modes = ("calibrated",) if alone else ("ideal", "calibrated")
+    for names, why in _without_effect(options, given):
+        for name in names:
+            if name in given:
+                raise ConfigError(f"--{name.replace('_', '-')} has no effect here: {why}")
+    options.draft_given = "draft" in given
+    for name, value in DEFAULTS.items():
+        if getattr(options, name, None) is None:
+            setattr(options, name, value)
     report = _validate(options) if options.simulate_verb == "validate" else _project(options)
     drawn: list[Path] = []
     if options.plots is not None:
@@ -158,7 +200,56 @@ def simulate(options: argparse.Namespace) -> int:
     return 0
 
 
+def _without_effect(options: argparse.Namespace, given: set[str]) -> Iterator[tuple[Sequence[str], str]]:
+    """Options that cannot take effect beside those that were given, and why."""
+    verb = options.simulate_verb
+    if verb == "validate":
+        return
+    if "run" in given:
+        yield ("rollouts", "group_size", "prompt_tokens", "trace", *LENGTHS), "--run gives it. Leave one of them out"
+    if "trace" in given:
+        yield LENGTHS, "--trace gives the lengths. Leave one of them out"
+    # A run brings its own draft, whose acceptance was measured without a spread.
+    drafts = [None if "run" in given and "draft" not in given else options.draft or DEFAULTS["draft"]]
+    if "drafts" in given:
+        drafts += options.drafts.split(",")
+        if verb == "compare":
+            yield ("draft",), "--drafts names all that are compared"
+            del drafts[0]
+    if set(drafts) <= {None, "none"}:
+        yield ("spread",), "no draft is named whose acceptance could differ. Name one with --draft METHOD@K:ALPHA"
+    alone = options.modes == ("calibrated",)
+    if alone:
+        why = "with --profile and neither --model nor --hardware the measured engine is projected, not GPUs"
+        yield ("gpus", "layout", "precision", "price", "training_gpus"), why
+    if given & set(STAGES):
+        yield ("transport",), "the other stages are given, and not made from bytes. Leave one of them out"
+    if verb == "recommend":
+        split = ("stages", "generation_share", "transport", "lag", "updates")
+        if "training_gpus" in given:
+            yield ("engines",), "the number of engines follows from the GPUs that a split leaves to generate"
+        else:
+            yield split, "it belongs to the split of GPUs, which is searched with --training-gpus"
+    if verb == "sweep":
+        axes = _axes(options.over or DEFAULT_AXES)
+        yield tuple(axes), "--over goes over it. Leave one of them out"
+        lags = axes.get("lag", [])
+        if "lag" in axes:
+            yield ("generation_share",), "with an axis lag the step comes from --stages or --run"
+        if not any(lags):
+            yield ("updates",), "it is for a lag of 1 or more: give --over lag=0,1,2"
+        if "gpus" in axes:
+            yield ("engines",), "the number of engines follows from the GPUs of --over"
+        fixed = {"gpus", "layout", "model", "hardware"} & set(axes)
+        if alone and fixed:
+            raise ConfigError(f"--over {min(fixed)} has no effect here: --profile is of one engine. Leave it out")
+    elif options.simulate_verb in ("async", "recommend") and options.lag == 0:
+        yield ("updates",), "at lag 0 the engines are idle whenever new weights come"
+
+
 def _validate(options: argparse.Namespace) -> dict[str, Any]:
+    from paceline.drafts.profile import StepCosts, read_profile
+    from paceline.sim.figures import Assumption
     from paceline.sim.profile import ProfileCost, load_profile
     from paceline.sim.report import validate_report
     from paceline.sim.validate import check_profile, read_run, replay
@@ -169,7 +260,15 @@ def _validate(options: argparse.Namespace) -> dict[str, Any]:
     cost = ProfileCost(profile)
     lines = [*cost.assumptions(), *run.lengths().assumptions()]
     acceptance = run.acceptance()
-    return validate_report(run, replay(run, cost), [*lines, *([] if acceptance is None else acceptance.assumptions())])
+    if acceptance is not None:
+        lines += acceptance.assumptions()
+    costs = StepCosts.from_profile(read_profile(path)) if run.adaptive else None
+    if costs is not None:
+        lines += [
+            Assumption("k", "by the rule of the run", "measured", "the profile, and the acceptances of the run"),
+            Assumption("probing steps", "not charged", "assumed", "draft.probe_share bounds what they cost"),
+        ]
+    return validate_report(run, replay(run, cost, costs), lines)
 
 
 def _project(options: argparse.Namespace) -> dict[str, Any]:
@@ -177,9 +276,11 @@ def _project(options: argparse.Namespace) -> dict[str, Any]:
 
     run = _run(options)
     scenario = _scenario(options, run)
-    modes = _modes(options)
+    modes = options.modes
     match options.simulate_verb:
         case "rollout":
+            if options.sensitivity and not scenario.draft.k:
+                raise ConfigError("--sensitivity has no effect here: it varies what makes a speedup, and none drafts")
             return reports.rollout_report(scenario, modes, options.price, options.sensitivity)
         case "step":
             return reports.step_report(scenario, modes, _stages(options, scenario, modes, run), options.price)
@@ -188,7 +289,7 @@ def _project(options: argparse.Namespace) -> dict[str, Any]:
             stages = _stages(options, scenario, modes, run, training)
             return reports.async_report(scenario, modes, stages, training, options.lag, options.updates, options.price)
         case "sweep":
-            axes = _axes(options.over or ["k=1,3,5,7", "alpha=1.5,2,3,4,5,6"])
+            axes = _axes(options.over or DEFAULT_AXES)
             stages = _stages_if_given(options, scenario, modes, run)
             share = options.generation_share if stages is None else None
             return reports.sweep_report(scenario, modes, axes, stages, share, options.updates)
@@ -216,16 +317,7 @@ def _run(options: argparse.Namespace) -> Run | None:
         return None
     from paceline.sim.validate import read_run
 
-    if options.trace is not None:
-        raise ConfigError("--trace and --run both give the lengths: leave one of them out")
     return read_run(Path(options.run))
-
-
-def _modes(options: argparse.Namespace) -> Sequence[Mode]:
-    """Both, unless a profile stands alone: then nothing says which machine an ideal engine would have."""
-    if options.profile is not None and options.hardware is None and options.model is None:
-        return ("calibrated",)
-    return ("ideal", "calibrated")
 
 
 def _scenario(options: argparse.Namespace, run: Run | None) -> Scenario:
@@ -236,7 +328,7 @@ def _scenario(options: argparse.Namespace, run: Run | None) -> Scenario:
     lengths = LognormalLengths(options.mean_length, options.sigma, options.max_tokens)
     if options.trace is not None:
         lengths = load_lengths(_existing("--trace", options.trace))
-    draft = parse_draft(options.draft or "eagle3@3:3.0", options.spread)
+    draft = parse_draft(options.draft, options.spread)
     rollouts, group_size, prompt_tokens = options.rollouts, options.group_size, options.prompt_tokens
     max_num_seqs = options.max_num_seqs or 1024
     if run is not None:
@@ -245,11 +337,11 @@ def _scenario(options: argparse.Namespace, run: Run | None) -> Scenario:
         prompt_tokens = round(run.settled[0].prompt_tokens)
         max_num_seqs = options.max_num_seqs or run.max_num_seqs
         acceptance = run.acceptance()
-        if options.draft is None:
+        if not options.draft_given:
             draft = Draft() if acceptance is None else Draft(find_method(run.method), run.settled[0].k, acceptance)
     scenario = Scenario(
-        model=options.model or "qwen3-8b",
-        hardware=options.hardware or "gb200",
+        model=options.model,
+        hardware=options.hardware,
         gpus=options.gpus,
         precision=options.precision,
         draft=draft,
@@ -262,7 +354,7 @@ def _scenario(options: argparse.Namespace, run: Run | None) -> Scenario:
         engines=options.engines,
         seed=options.seed,
     )
-    if _modes(options) == ("calibrated",) and options.profile is not None:
+    if options.modes == ("calibrated",):
         return scenario
     if options.layout in (None, "fastest"):
         choose = smallest_layout if options.layout is None else fastest_layout

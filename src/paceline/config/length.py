@@ -17,7 +17,7 @@ class ChosenLength(Section):
     """`fixed`: always num_draft_tokens. `adaptive`: 0 to num_draft_tokens, by the running sequences and acceptances."""
     profile: Path | None = None
     """Step times of this engine, from `paceline calibrate`; `adaptive` needs them."""
-    probe_share: float = Field(0.02, ge=0, le=0.2)
+    probe_share: float = Field(0.01, ge=0, le=0.2)
     """`adaptive`: share of the generation time that steps with a longer k may cost, to see what it would yield."""
 
     @model_validator(mode="after")

@@ -18,8 +18,12 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from paceline.config.controls import refusal
+from paceline.config.length import ChosenLength
 from paceline.config.run import Recipe
 from paceline.errors import ConfigError
+
+ADAPTIVE = "adaptive"
+"""The arm whose k is chosen before every step."""
 
 Tables = dict[str, Any]
 """Section name -> key -> value, as TOML gives it."""
@@ -37,8 +41,13 @@ def load_recipe(path: Path | str, overrides: Sequence[str] = ()) -> Recipe:
     return _validate(_merge(file_tables, given), source=str(path), given=given)
 
 
-def load_arms(path: Path | str, overrides: Sequence[str], arms: Sequence[str]) -> dict[str, Recipe]:
+def load_arms(
+    path: Path | str, overrides: Sequence[str], arms: Sequence[str], *, may_choose: bool = False
+) -> dict[str, Recipe]:
     """The same recipe once per arm, an arm being a value of `draft.method`: `{"none": ..., "eagle3": ...}`.
+
+    With `may_choose` there is the arm `adaptive`, too: the recipe's own method, with `draft.choose_k = "adaptive"`. All
+    others then have a fixed k, and the keys of the choice (`draft.profile`, ...) apply to that arm alone.
 
     An override of a draft key applies to the arms that have it; one that no arm has is an error. Raises `ConfigError`.
     """
@@ -49,16 +58,28 @@ def load_arms(path: Path | str, overrides: Sequence[str], arms: Sequence[str]) -
     if ("draft", "method") in given:
         raise ConfigError("--draft.method is what the arms of a comparison differ in: name them with --arms instead")
     draft_kinds = kinds("draft")
-    known = {key for arm in arms if arm in draft_kinds for key in draft_kinds[arm].model_fields}
+    chooses = may_choose and ADAPTIVE in arms
+    methods = {arm: arm for arm in arms}
+    if chooses:
+        table = file_tables.get("draft")
+        default = Recipe.model_fields["draft"].default.method
+        methods[ADAPTIVE] = str(table.get("method", default)) if isinstance(table, dict) else default
+    fields = {arm: set(draft_kinds[method].model_fields) for arm, method in methods.items() if method in draft_kinds}
+    known = set().union(*fields.values())
     recipes: dict[str, Recipe] = {}
-    for arm in arms:
-        own = set(draft_kinds[arm].model_fields) if arm in draft_kinds else set()
+    for arm, method in methods.items():
+        own = fields.get(arm, set())
         arm_given = {
             (section, key): value
             for (section, key), value in given.items()
             if section != "draft" or key in own or key not in known
         }
-        arm_given["draft", "method"] = arm
+        arm_given["draft", "method"] = method
+        if chooses and arm == ADAPTIVE:
+            arm_given["draft", "choose_k"] = "adaptive"
+        elif chooses:
+            defaults = {("draft", key): field.default for key, field in ChosenLength.model_fields.items() if key in own}
+            arm_given |= defaults
         recipes[arm] = _validate(_merge(file_tables, arm_given), source=str(path), given=arm_given)
     return recipes
 

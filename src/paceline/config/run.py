@@ -6,7 +6,7 @@ A default stands on its field and nowhere else. A setting that cannot take effec
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -41,7 +41,7 @@ class TinyPolicy(Section):
     """The embedded deep and narrow Qwen3-style policy, trained here in minutes and cached by content."""
 
     kind: Literal["tiny"] = "tiny"
-    num_layers: int = Field(12, ge=4)
+    num_layers: int = Field(12, ge=1)
     """Decoder layers. Depth is what a draft saves."""
     hidden_size: int = Field(64, ge=32)
     """Width of the residual stream, a multiple of 32."""
@@ -153,7 +153,7 @@ class TrainedDraft(ChosenLength):
 
     online: Literal["off", "always", "below_peak"] = "always"
     """Training during RL. `off`: frozen. `always`: every `online_every` steps. `below_peak`: of those, only while the
-    predicted acceptance length is 2 % or more below its best so far."""
+    predicted acceptance length is below its best so far by more than what its own noise explains."""
     online_every: int = Field(1, ge=1)
     """Train in every so many steps."""
     online_lr: float = Field(5e-4, gt=0)
@@ -268,7 +268,55 @@ class MtpDraft(TrainedDraft):
     """Training-time test: on how many of its own steps the layer is trained during RL, and never fewer than k."""
 
 
-Draft = Annotated[NoDraft | Eagle3Draft | NgramDraft | HistoryDraft | MtpDraft, Field(discriminator="method")]
+class DraftModelDraft(ChosenLength):
+    """A small language model with the policy's tokenizer, frozen: no run changes its weights."""
+
+    method: Literal["draft_model"] = "draft_model"
+    num_draft_tokens: int = Field(3, ge=0, le=16)
+    """k, tokens proposed before one verify pass. 0 switches speculation off."""
+    path: Path | None = None
+    """Its Hugging Face folder: config.json, safetensors, tokenizer. None, for `policy.kind = "tiny"` only: a smaller
+    tiny of `num_layers` and `hidden_size`, trained before the run as the policy is and cached by content."""
+    num_layers: int = Field(2, ge=1)
+    """Decoder layers of that tiny."""
+    hidden_size: int = Field(64, ge=32, multiple_of=32)
+    """Width of that tiny's residual stream, a multiple of 32."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _frozen(cls, values: Any) -> Any:
+        """`online = "off"` says what is so anyway; it is no field, so that another method's value does not come along
+        when `--draft.method` switches to this one."""
+        if not isinstance(values, dict):
+            return values
+        if values.get("online", "off") != "off":
+            raise ValueError(
+                f"online is {values['online']!r}, and a draft model is frozen: it has no part in the policy's forward "
+                'pass to learn from. Leave online out or set it to "off", or use method = "eagle3", which learns on'
+            )
+        trained = (set(TrainedDraft.model_fields) | set(Eagle3Draft.model_fields)) - set(cls.model_fields) - {"online"}
+        unused = [name for name in values if name in trained]
+        if unused:
+            names = ", ".join(unused)
+            raise ValueError(
+                f"{names} without effect: a draft model is frozen, and no run trains it. Leave out {names}"
+            )
+        return {name: value for name, value in values.items() if name != "online"}
+
+    @model_validator(mode="after")
+    def _embedded(self) -> DraftModelDraft:
+        # By value, as in ChosenLength.
+        fields = type(self).model_fields
+        changed = [name for name in ("num_layers", "hidden_size") if getattr(self, name) != fields[name].default]
+        if self.path is not None and changed:
+            names = " and ".join(changed)
+            raise ValueError(f"{names} without effect: the model in path has its own shape. Leave out {names}, or path")
+        return self
+
+
+Draft = Annotated[
+    NoDraft | Eagle3Draft | NgramDraft | HistoryDraft | MtpDraft | DraftModelDraft, Field(discriminator="method")
+]
 
 
 class Algorithm(Section):
@@ -351,6 +399,11 @@ class Recipe(Section):
             raise ValueError(
                 f'draft.method is "mtp" and the policy ({self.policy.kind}) has no MTP layer. Set policy.kind = "tiny" '
                 'with policy.num_mtp_layers = 1, or draft.method = "eagle3"'
+            )
+        if isinstance(self.draft, DraftModelDraft) and self.draft.path is None and self.policy.kind != "tiny":
+            raise ValueError(
+                'draft.method is "draft_model" without draft.path, and only the tiny policy has a smaller one of its '
+                "kind to draft with: set draft.path to the folder of a model with the policy's tokenizer"
             )
         if self.certificate.control_share > 0 and self.algorithm.prompts_per_step == 1:
             raise ValueError(

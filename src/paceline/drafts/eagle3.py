@@ -1,24 +1,27 @@
-"""EAGLE-3 drafts for the reference engine: exact, slow, everything computed again in each call."""
+"""Drafts of a head with weights for the reference engine: exact, slow, everything computed again in each call."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Generic, TypeVar
 
 import torch
 from transformers import PreTrainedModel
 
 from paceline.drafts.base import Proposal
 from paceline.errors import EngineError
-from paceline.models.eagle3 import Eagle3Head
+from paceline.models.eagle3 import DraftHead, Eagle3Head, greedy_draft
 from paceline.models.weights import publish_tensors
 
+Head = TypeVar("Head", bound=DraftHead)
 
-class Eagle3Drafter:
-    """Greedy drafts of an `Eagle3Head`: q is one-hot. Reads the policy's embedding as it is at each call."""
 
-    def __init__(self, head: Eagle3Head, policy: PreTrainedModel) -> None:
+class HeadDrafter(Generic[Head]):
+    """Greedy drafts of a head: q is one-hot. Reads the policy's embedding as it is at each call."""
+
+    def __init__(self, head: Head, policy: PreTrainedModel) -> None:
         self.head = head
-        self.aux_layers: tuple[int, ...] = head.config.aux_layers
+        self.aux_layers: tuple[int, ...] = head.aux_layers
         self._policy = policy
 
     def propose(
@@ -30,12 +33,17 @@ class Eagle3Drafter:
     ) -> Proposal:
         """See `Drafter.propose`; `generators` are not drawn from. Raises `EngineError` without hidden states."""
         if hidden is None:
-            raise EngineError(f"eagle3 drafts need the policy's states at layers {list(self.aux_layers)}: got none.")
+            raise EngineError(f"the draft needs the policy's states at layers {list(self.aux_layers)}: got none.")
+        dtype = next(self.head.parameters()).dtype
         drafted = []
-        for ids, k, aux in zip(token_ids, num_draft_tokens, hidden, strict=True):
-            row = torch.tensor(list(ids), dtype=torch.long, device=aux.device)
-            drafted.append(self.head.draft(self._policy, aux.float(), row, k)[0].tolist())
+        for ids, k, states in zip(token_ids, num_draft_tokens, hidden, strict=True):
+            row = torch.tensor(list(ids), dtype=torch.long, device=states.device)
+            drafted.append(greedy_draft(self.head, self._policy, states.to(dtype), row, k)[0].tolist())
         return Proposal(drafted, None)
+
+
+class Eagle3Drafter(HeadDrafter[Eagle3Head]):
+    """Of an `Eagle3Head`, which is published apart from the policy."""
 
     def load(self, draft: Mapping[str, torch.Tensor]) -> None:
         """See `Drafter.load`; the names are those of `Eagle3Head.export_state`."""

@@ -70,10 +70,10 @@ def alphas(conditional: Sequence[float] | np.ndarray) -> np.ndarray:
 class LengthChooser:
     """k for the next engine step. `choose(n)` before every step, `observe(blocks)` after every generate call.
 
-    A k is left only for one that is better by `margin`. Where k is below K, what longer drafts would yield is not seen:
-    probing steps draft K tokens, as many as cost `probe_share` of the generation time at most. Evidence fades with a
-    half-life of `half_life` calls. Positions that a bucket knows little about lean on all buckets together, and at the
-    very start on `prior_acceptance`, which is assumed.
+    A k is left only for one that is better by `margin`, or because no drafts at all are better. Where k is below K,
+    what longer drafts would yield is not seen: probing steps draft K tokens, as many as cost `probe_share` of the
+    generation time at most. Evidence fades with a half-life of `half_life` calls. Positions that a bucket knows little
+    about lean on all buckets together, and at the very start on `prior_acceptance`, which is assumed.
 
     Example::
 
@@ -87,7 +87,7 @@ class LengthChooser:
         *,
         num_draft_tokens: int | None = None,
         margin: float = 0.03,
-        probe_share: float = 0.02,
+        probe_share: float = 0.01,
         half_life: float = 8.0,
         prior_acceptance: float = 0.7,
     ) -> None:
@@ -146,9 +146,9 @@ class LengthChooser:
             self._accepted_BK[bucket, : min(asked, block.num_accepted)] += 1.0
         rates_BK1 = self._rates()
         rows = np.arange(len(self._bounds))
-        best_B = rates_BK1.argmax(1)
-        better_B = rates_BK1[rows, best_B] > (1.0 + self.margin) * rates_BK1[rows, self._k_B]
-        self._k_B = np.where(better_B, best_B, self._k_B)
+        best_B, now_B = rates_BK1.argmax(1), rates_BK1[rows, self._k_B]
+        leaves_B = (rates_BK1[rows, best_B] > (1.0 + self.margin) * now_B) | (rates_BK1[:, 0] > now_B)
+        self._k_B = np.where(leaves_B, best_B, self._k_B)
 
     def explain(self) -> list[Choice]:
         """One record per bucket of the live batch."""

@@ -43,6 +43,23 @@ class CalibrationPoint(BaseModel):
     """Interquartile range over median (fraction), of the time that the profile's `clock` names."""
 
 
+class PromptPoint(BaseModel):
+    """A step that reads prompts and nothing else. Example: 16 prompts of 65 tokens, 1.4 s."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    n: int = Field(ge=1)
+    """Prompts."""
+    tokens: float = Field(gt=0)
+    """Of a prompt, mean. None of them is in the engine's prefix cache before the step."""
+    seconds: float = Field(gt=0, allow_inf_nan=False)
+    """Median wall clock of the step, from the first request to the first token of each."""
+    cpu_seconds: float = Field(ge=0, allow_inf_nan=False)
+    """Median processor time of the process, all threads together."""
+    repeats: int = Field(ge=1)
+    """Steps behind the medians."""
+
+
 class CalibrationProfile(BaseModel):
     """The content of a profile file."""
 
@@ -63,6 +80,8 @@ class CalibrationProfile(BaseModel):
     clock: Clock
     """Which of the two times the model below was fitted to, and k is chosen by."""
     points: tuple[CalibrationPoint, ...] = Field(min_length=1)
+    prompts: tuple[PromptPoint, ...] = ()
+    """Steps that read prompts. Empty in a profile of an older version; the choice of k does not look at them."""
     parameters: dict[str, float]
     """Fitted: term of `step_terms` -> seconds per unit of it."""
     residuals: dict[str, float]

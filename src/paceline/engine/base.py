@@ -30,6 +30,26 @@ class EngineStep:
 
 
 @dataclass(frozen=True, slots=True)
+class EngineSeconds:
+    """Seconds of `generate` calls by what they were spent on. Example: `EngineSeconds(0.2, 0.9, 0.3)`.
+
+    What is left of a call is scheduling and bookkeeping. Read off the host's clock and never waiting for a device: on a
+    CPU that is the work itself. A GPU works behind the host, and the wait falls to whichever part reads a result first,
+    so that there the parts say where the host waited and not what the work cost.
+    """
+
+    draft: float
+    """Proposing tokens, by a drafter or a look-up."""
+    verify: float
+    """The policy's passes, from their inputs to their logits; those that read prompts and those without drafts, too."""
+    sample: float
+    """From logits to committed tokens: filters, acceptances, recovered, bonus and plain tokens."""
+
+    def __add__(self, other: EngineSeconds) -> EngineSeconds:
+        return EngineSeconds(self.draft + other.draft, self.verify + other.verify, self.sample + other.sample)
+
+
+@dataclass(frozen=True, slots=True)
 class Rollouts:
     """What one `generate` call returned. `completions[i]` answers `requests[i]`."""
 
@@ -38,7 +58,9 @@ class Rollouts:
     seconds: float
     """Wall clock of the call."""
     steps: tuple[EngineStep, ...] = ()
-    """Every engine step of the call, in order; empty where several calls were put together."""
+    """Every engine step of the call, in order."""
+    engine_s: EngineSeconds | None = None
+    """None from an engine that does not say."""
 
 
 def check_draft_limit(limit: int, num_draft_tokens: int) -> None:

@@ -70,6 +70,19 @@ def _multipliers(device: torch.device) -> torch.Tensor:
     return _cached_multipliers[device]
 
 
+def kind(tensor: torch.Tensor) -> str:
+    """Type and shape, as `digest_of` takes them."""
+    return f"{tensor.dtype} {tuple(tensor.shape)}"
+
+
+def weights_digest(tensors: Mapping[str, torch.Tensor]) -> str:
+    """The `PublishReport.digest` that a publish of these tensors has."""
+    return digest_of(
+        {name: checksum(tensor) for name, tensor in tensors.items()},
+        {name: kind(tensor) for name, tensor in tensors.items()},
+    )
+
+
 def digest_of(checksums: Mapping[str, str], tensors: Mapping[str, str]) -> str:
     """16 hex digits over all tensors; `tensors` gives type and shape of each as text."""
     lines = (f"{name} {tensors[name]} {checksums[name]}\n" for name in sorted(checksums))

@@ -22,7 +22,8 @@ from paceline.drafts.base import Drafter, Proposal
 from paceline.drafts.history import HistoryDrafter
 from paceline.drafts.mtp import MtpDrafter
 from paceline.engine.base import EngineStep, Rollouts, check_draft_limit
-from paceline.engine.publish import PublishLog, PublishReport, Weights, checksum, digest_of, gather
+from paceline.engine.clock import EngineClock
+from paceline.engine.publish import PublishLog, PublishReport, Weights, checksum, digest_of, gather, kind
 from paceline.errors import EngineError, PublishError
 from paceline.models.eagle3 import AuxCapture
 from paceline.models.weights import policy_tensors, publish_tensors
@@ -125,6 +126,7 @@ class ReferenceEngine:
         self.num_draft_tokens = num_draft_tokens if drafter is not None else 0
         self._draft_limit = self.num_draft_tokens
         self._choose_drafts: Callable[[int], int] | None = None
+        self._clock = EngineClock()
         self._history = drafter.index if isinstance(drafter, HistoryDrafter) else None
         self.max_num_seqs = max_num_seqs
         self.versions = versions or Versions(policy=0)
@@ -140,6 +142,7 @@ class ReferenceEngine:
         Raises `EngineError` for an empty prompt, or one that leaves no room for a token.
         """
         start = time.perf_counter()
+        self._clock.start()
         self._check(requests)
         if self._history is not None:
             self._history.start_call(request.prompt.token_ids for request in requests)
@@ -186,7 +189,7 @@ class ReferenceEngine:
         completions = tuple(done[index] for index in range(len(requests)))
         blocks = [block for completion in completions for block in completion.blocks]
         stats = engine_stats(blocks, len(steps), live_batch)
-        return Rollouts(completions, stats, time.perf_counter() - start, tuple(steps))
+        return Rollouts(completions, stats, time.perf_counter() - start, tuple(steps), self._clock.seconds)
 
     def publish(self, policy: Weights, versions: Versions) -> PublishReport:
         """See `RolloutEngine.publish`. Chunks are gathered first: nothing is changed unless all tensors fit."""
@@ -244,7 +247,7 @@ class ReferenceEngine:
             tensors=len(tensors),
             bytes=sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()),
             checksums=checksums,
-            digest=digest_of(checksums, {name: f"{t.dtype} {tuple(t.shape)}" for name, t in tensors.items()}),
+            digest=digest_of(checksums, {name: kind(tensor) for name, tensor in tensors.items()}),
             seconds=time.perf_counter() - began,
         )
 
@@ -273,7 +276,8 @@ class ReferenceEngine:
             ids = row.token_ids[:-1]
             ids_BQ[place, : len(ids)] = torch.tensor(ids, dtype=torch.long)
         slots_BQ = torch.arange(width).expand(len(admitted), width)
-        self._forward(cache, aux_states, slice(first, first + len(admitted)), ids_BQ, slots_BQ, logits_to_keep=1)
+        with self._clock.part("verify"):
+            self._forward(cache, aux_states, slice(first, first + len(admitted)), ids_BQ, slots_BQ, logits_to_keep=1)
 
     def _num_asked(self, live: int) -> int:
         """k of the next step."""
@@ -294,7 +298,8 @@ class ReferenceEngine:
         """One verify step of all rows: every row gets a block and its tokens, cut at the first stop token."""
         # One token of the room is for the recovered or bonus token, which every step commits.
         asked = [min(num_asked, self._room(row, sampling) - 1) for row in rows]
-        proposal = self._propose(aux_states, rows, asked)
+        with self._clock.part("draft"):
+            proposal = self._propose(aux_states, rows, asked)
         width = max(len(ids) for ids in proposal.token_ids)
         drafts_BK = torch.full((len(rows), width), NO_TOKEN)
         for place, ids in enumerate(proposal.token_ids):
@@ -304,9 +309,23 @@ class ReferenceEngine:
         # A row with fewer drafts runs some meaningless queries behind its own; nothing ever reads what they write.
         queries_BQ = torch.cat([last_B1, drafts_BK.clamp_min(0)], 1)
         slots_BQ = first_slot_B1 + torch.arange(width + 1)
-        logits_BQV = self._forward(cache, aux_states, slice(0, len(rows)), queries_BQ, slots_BQ)
+        with self._clock.part("verify"):
+            logits_BQV = self._forward(cache, aux_states, slice(0, len(rows)), queries_BQ, slots_BQ).cpu()
+        with self._clock.part("sample"):
+            self._sample(logits_BQV, proposal, drafts_BK, rows, sampling, asked)
 
-        log_probs_BQV = policy_log_probs(logits_BQV.cpu(), sampling)
+    def _sample(
+        self,
+        logits_BQV: torch.Tensor,
+        proposal: Proposal,
+        drafts_BK: torch.Tensor,
+        rows: Sequence[_Row],
+        sampling: Sampling,
+        asked: Sequence[int],
+    ) -> None:
+        """Every row gets a block and its tokens."""
+        width = drafts_BK.shape[1]
+        log_probs_BQV = policy_log_probs(logits_BQV, sampling)
         # Always the noise of a full block: what a row draws must not depend on the drafts of its neighbours.
         uniforms = draw_uniforms([row.generator for row in rows], len(rows), self.num_draft_tokens + 1)
         result = verify(

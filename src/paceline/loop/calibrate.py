@@ -19,8 +19,16 @@ import numpy as np
 from scipy.optimize import nnls
 
 from paceline.config.run import Recipe
-from paceline.drafts.profile import CalibrationPoint, CalibrationProfile, Clock, StepCosts, model_seconds, step_terms
-from paceline.engine.base import RolloutEngine
+from paceline.drafts.profile import (
+    CalibrationPoint,
+    CalibrationProfile,
+    Clock,
+    PromptPoint,
+    StepCosts,
+    model_seconds,
+    step_terms,
+)
+from paceline.engine.base import EngineStep, RolloutEngine
 from paceline.errors import ConfigError, EngineError
 from paceline.loop.length import run_setting
 from paceline.loop.parts import Parts
@@ -33,6 +41,8 @@ STEPS_PER_K = 4
 """Engine steps in a row with the same k; see `settled` for which of them count."""
 MAX_TOKENS = 256
 """Longest response that is generated for a measurement."""
+PROMPT_REPEATS = 3
+"""Steps that read prompts, per number of prompts."""
 MIN_REPEATS = 4
 """Steps of a cell below which its median says little."""
 MAX_SPREAD = 0.25
@@ -87,6 +97,7 @@ def calibrate(
         parts.history.fill = True
     try:
         times = _measure(engine, prompts, sampling, recipe, budget_s, on_round)
+        prompt_steps = measure_prompts(parts, prompts, recipe)
     finally:
         if parts.history is not None:
             parts.history.fill = False
@@ -103,6 +114,7 @@ def calibrate(
         threads=setting.threads,
         clock=clock,
         points=tuple(points),
+        prompts=tuple(prompt_steps),
         parameters=parameters,
         residuals=_errors([_model_error(parameters, point, clock) for point in points]),
         held_out=held_out(points, clock),
@@ -200,6 +212,35 @@ def held_out(points: Sequence[CalibrationPoint], clock: Clock) -> dict[str, Any]
     }
 
 
+def measure_prompts(parts: Parts, prompts: Sequence[Prompt], recipe: Recipe) -> list[PromptPoint]:
+    """The step that reads one prompt, and the one that reads all of them: responses of one token.
+
+    A publish stands before each, as in a run: it empties the prefix cache. Nothing is drafted behind the step, but a
+    draft that reads the policy's states reads the prompts, too; an engine without speculation is that much faster.
+    """
+    engine, sampling = parts.engine, replace(parts.sampling, max_tokens=1, stop_token_ids=())
+    points = []
+    engine.choose_drafts(lambda live: 0)
+    try:
+        for n in sorted({1, len(prompts)}):
+            steps: list[EngineStep] = []
+            for attempt in range(PROMPT_REPEATS):
+                parts.publish()
+                steps += engine.generate(_requests(prompts[:n], recipe, attempt), sampling).steps
+            points.append(
+                PromptPoint(
+                    n=n,
+                    tokens=statistics.fmean(len(prompt.token_ids) for prompt in prompts[:n]),
+                    seconds=statistics.median(step.seconds for step in steps),
+                    cpu_seconds=statistics.median(step.cpu_seconds for step in steps),
+                    repeats=len(steps),
+                )
+            )
+    finally:
+        engine.choose_drafts(None)
+    return points
+
+
 def _measure(
     engine: RolloutEngine,
     prompts: Sequence[Prompt],
@@ -241,10 +282,7 @@ def _generate(
 ) -> list[StepTime]:
     """The steps of one call in which all sequences ran, and whose k was that of the step before."""
     engine.choose_drafts(lambda live: next(lengths))
-    requests = [
-        Request(prompt, index, request_seed(recipe.run.seed, CALIBRATE_STEP, prompt.id, index, attempt))
-        for index, prompt in enumerate(prompts)
-    ]
+    requests = _requests(prompts, recipe, attempt)
     rollouts = engine.generate(requests, sampling)
     committed = [_tokens_before(completion) for completion in rollouts.completions]
     prompt_tokens = statistics.fmean(len(prompt.token_ids) for prompt in prompts)
@@ -257,6 +295,13 @@ def _generate(
             context = prompt_tokens + statistics.fmean(tokens[index] for tokens in committed)
             found.append(StepTime(len(requests), step.num_asked, context, step.seconds, step.cpu_seconds))
     return found
+
+
+def _requests(prompts: Sequence[Prompt], recipe: Recipe, attempt: int) -> list[Request]:
+    return [
+        Request(prompt, index, request_seed(recipe.run.seed, CALIBRATE_STEP, prompt.id, index, attempt))
+        for index, prompt in enumerate(prompts)
+    ]
 
 
 def _enough(steps: Sequence[StepTime], longest: int) -> bool:

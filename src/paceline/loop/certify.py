@@ -13,7 +13,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Literal
 
 import torch
@@ -68,6 +68,44 @@ class ArmCertificate:
         return {**asdict(self), "findings": list(self.findings), **reports}
 
 
+@dataclass(slots=True)
+class Measurement:
+    """The sums of one arm so far. Looking at them costs nothing until they are judged."""
+
+    delta_nats: float
+    num_draft_tokens: int
+    certificate: Certificate = field(default_factory=Certificate)
+    recovered: Certificate = field(default_factory=Certificate)
+    acceptance: AcceptanceStats = field(default_factory=AcceptanceStats)
+    passed: Counter[int] = field(default_factory=Counter)
+    """Responses that go on behind a stop token, by its slot."""
+    completions: int = 0
+    seconds: float = 0.0
+
+    @property
+    def tokens(self) -> int:
+        """All sampled tokens, those outside the kept set included."""
+        return self.certificate.num_tokens
+
+    def judge(self) -> ArmCertificate:
+        """A verdict. It holds its false-alarm rate when one is read, after a number of tokens that was fixed before."""
+        report, recovered = self.certificate.report(), self.recovered.report()
+        found = (
+            *findings_of_stops(self.passed, self.completions, self.num_draft_tokens),
+            *findings(report, recovered, self.delta_nats, self.num_draft_tokens),
+        )
+        return ArmCertificate(
+            verdict="fail" if found else "pass" if report.evidence else "no evidence",
+            findings=found,
+            certificate=report,
+            recovered=recovered,
+            acceptance_length=self.acceptance.alpha,
+            num_draft_tokens=self.num_draft_tokens,
+            completions=self.completions,
+            seconds=self.seconds,
+        )
+
+
 def certify(
     recipe: Recipe, parts: Parts, num_tokens: int, on_tokens: Callable[[int], None] = lambda tokens: None
 ) -> ArmCertificate:
@@ -75,28 +113,24 @@ def certify(
 
     `on_tokens` hears how many tokens there are after every generate call. Raises as `measure`.
     """
-    for arm in measure(recipe, parts):
-        on_tokens(arm.tokens)
-        if arm.tokens >= num_tokens:
-            return arm
+    for measured in measure(recipe, parts):
+        on_tokens(measured.tokens)
+        if measured.tokens >= num_tokens:
+            return measured.judge()
     raise AssertionError("measure never ends")
 
 
-def measure(recipe: Recipe, parts: Parts) -> Iterator[ArmCertificate]:
-    """All tokens so far, judged after every generate call of the recipe's groups; never ends.
+def measure(recipe: Recipe, parts: Parts) -> Iterator[Measurement]:
+    """All tokens so far, after every generate call of the recipe's groups: one object that grows; never ends.
 
-    The trainer's weights are published first, as in a step of training. A verdict holds its false-alarm rate when one
-    of them is read, after a number of tokens that was fixed before. Raises `EngineError` or `PublishError` when the
+    The trainer's weights are published first, as in a step of training. Raises `EngineError` or `PublishError` when the
     engine cannot be right.
     """
     engine, trainer, algorithm = parts.engine, parts.trainer, recipe.algorithm
     parts.publish()
     noise = torch.Generator().manual_seed(rank_noise_seed(recipe.run.seed, CERTIFY_STEP))
-    certificate, recovered = Certificate(), Certificate()
-    acceptance = AcceptanceStats()
     samples_of_prompt: Counter[str] = Counter()
-    passed: Counter[int] = Counter()
-    completions = 0
+    measured = Measurement(recipe.certificate.delta_nats, engine.num_draft_tokens)
     began = time.perf_counter()
     while True:
         requests = []
@@ -113,26 +147,15 @@ def measure(recipe: Recipe, parts: Parts) -> Iterator[ArmCertificate]:
             for request, completion in zip(requests, rollouts.completions, strict=True)
         ]
         scores = score_rollouts(trainer, samples, rollouts.completions, algorithm.group_size, noise, locate=True)
-        certificate.merge(scores.certificate)
-        recovered.merge(scores.recovered)
-        acceptance += acceptance_stats(block for completion in rollouts.completions for block in completion.blocks)
-        passed += stops_passed(rollouts.completions, parts.sampling)
-        completions += len(samples)
-        report, recovered_report = certificate.report(), recovered.report()
-        found = (
-            *findings_of_stops(passed, completions, engine.num_draft_tokens),
-            *findings(report, recovered_report, recipe.certificate.delta_nats, engine.num_draft_tokens),
+        measured.certificate.merge(scores.certificate)
+        measured.recovered.merge(scores.recovered)
+        measured.acceptance += acceptance_stats(
+            block for completion in rollouts.completions for block in completion.blocks
         )
-        yield ArmCertificate(
-            verdict="fail" if found else "pass" if report.evidence else "no evidence",
-            findings=found,
-            certificate=report,
-            recovered=recovered_report,
-            acceptance_length=acceptance.alpha,
-            num_draft_tokens=engine.num_draft_tokens,
-            completions=completions,
-            seconds=time.perf_counter() - began,
-        )
+        measured.passed += stops_passed(rollouts.completions, parts.sampling)
+        measured.completions += len(samples)
+        measured.seconds = time.perf_counter() - began
+        yield measured
 
 
 def findings_of_stops(passed: Counter[int], completions: int, num_draft_tokens: int) -> Iterator[str]:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from paceline.engine.base import RolloutEngine
 from paceline.errors import ConfigError
 from paceline.loop.seeds import request_seed
+from paceline.loop.speculation import speculation_summary
 from paceline.observe.stages import STAGES
 from paceline.spec.stats import PairedRatio, paired_ratio
 from paceline.types import Prompt, Request, Sampling, Versions
@@ -160,7 +161,7 @@ def summarize(
 
 
 def arm_summary(records: Sequence[Record]) -> dict[str, Any]:
-    """Medians and totals of one arm's metrics.jsonl: `stage_s`, `stages_over_step`, `acceptance_length`, `steps`."""
+    """Medians and totals of one arm's metrics.jsonl: `stage_s`, `acceptance_length` (pooled), `speculation`, ..."""
     stages = {name: statistics.median(record["stage_s"][name] for record in records) for name in (*STAGES, "step")}
     verify_steps = sum(record["verify_steps"] for record in records)
     accepted = sum(record["tokens"]["accepted"] for record in records)
@@ -171,6 +172,7 @@ def arm_summary(records: Sequence[Record]) -> dict[str, Any]:
         # The share furthest from 1: what the five stages leave out of a step, or count twice.
         "stages_over_step": max(shares, key=lambda share: abs(share - 1)),
         "acceptance_length": 1 + accepted / verify_steps if verify_steps else None,
+        "speculation": speculation_summary(records),
         "tokens": sum(record["tokens"]["response"] for record in records),
         "alarms": sum(len(record["alarms"]) for record in records),
     }

@@ -12,7 +12,16 @@ from typing import Literal, assert_never
 from pydantic import BaseModel, ConfigDict
 from transformers import PreTrainedModel
 
-from paceline.config.run import Eagle3Draft, HistoryDraft, MtpDraft, NgramDraft, NoDraft, Recipe
+from paceline.config.run import (
+    DraftModelDraft,
+    Eagle3Draft,
+    HistoryDraft,
+    MtpDraft,
+    NgramDraft,
+    NoDraft,
+    Recipe,
+    TinyPolicy,
+)
 from paceline.data.generic import Encoding, load_texts
 from paceline.data.prompts import prompt_style
 from paceline.engine.reference import ReferenceEngine
@@ -21,7 +30,7 @@ from paceline.loop.seeds import request_seed
 from paceline.models.cache import build_once, digest_of, file_checksums
 from paceline.models.eagle3 import Eagle3Config, Eagle3Head, policy_parts
 from paceline.models.eagle3_formats import is_ours
-from paceline.models.folder import PolicyFolder, load_policy, load_tokenizer
+from paceline.models.folder import PolicyFolder, load_policy, load_tokenizer, resolve_policy
 from paceline.observe.progress import RunProgress, throttled
 from paceline.train.draft import HELD_OUT_SHARE, Answer, DraftFigures, content_key, train_eagle3
 from paceline.types import Prompt, Request, Sampling
@@ -86,6 +95,8 @@ def prepare_draft(
 ) -> Path | None:
     """The folder of the draft's weights as vLLM loads them; None when there is nothing to load.
 
+    A draft model is used as it is. A smaller tiny, where the recipe asks for one, is trained unless the cache has it.
+
     A head that `draft.path` names is used as it is; one in another trainer's layout is rewritten first, into the cache.
     Without `draft.path` an EAGLE-3 head is trained now unless the cache has it, on answers that the policy samples on
     `prompts`, as it will in the run, or on generic texts; from random weights, or from those of `draft.start`. Its
@@ -96,14 +107,26 @@ def prepare_draft(
     match recipe.draft:
         case NoDraft() | NgramDraft() | HistoryDraft() | MtpDraft():
             return None
-        case Eagle3Draft() as draft if draft.num_draft_tokens == 0:
+        case Eagle3Draft() | DraftModelDraft() as draft if draft.num_draft_tokens == 0:
             return None
+        case DraftModelDraft(path=Path() as folder):
+            return folder.expanduser()
+        case DraftModelDraft() as draft:
+            assert isinstance(recipe.policy, TinyPolicy)  # Recipe sees to it.
+            progress.status("Preparing the draft model")
+            return resolve_policy(smaller_tiny(recipe.policy, draft), cache, throttled(progress)).path
         case Eagle3Draft() as draft if draft.path is not None:
             return _as_served(draft.path, policy_folder, _longest(prompts, sampling), cache, progress)
         case Eagle3Draft() as draft:
             return _trained_head(recipe, draft, policy_folder, prompts, sampling, cache, progress)
         case _:
             assert_never(recipe.draft)
+
+
+def smaller_tiny(policy: TinyPolicy, draft: DraftModelDraft) -> TinyPolicy:
+    """The draft model of a tiny policy: of another shape, and taught the same answers with the same noise."""
+    shape = {"num_layers": draft.num_layers, "hidden_size": draft.hidden_size, "num_mtp_layers": 0}
+    return policy.model_copy(update=shape)
 
 
 def _longest(prompts: Sequence[Prompt], sampling: Sampling) -> int:

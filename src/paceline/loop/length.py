@@ -56,12 +56,16 @@ def run_setting(recipe: Recipe, parts: Parts) -> Setting:
     """What the step times of this run depend on."""
     config: dict[str, Any] = parts.trainer.model.config.to_dict()
     weights = None if parts.draft is None else parts.draft.weights()
+    draft = {"method": recipe.draft.method, "parameters": sum(tensor.numel() for tensor in (weights or {}).values())}
+    if parts.frozen_config is not None:
+        frozen = parts.frozen_config.to_dict()
+        draft |= {key: frozen.get(key) for key in SHAPE}
     return Setting(
         machine=dict(machine()),
         versions=package_versions(),
         engine=recipe.engine.model_dump(mode="json", exclude=WITHOUT_EFFECT),
         policy={key: config.get(key) for key in SHAPE},
-        draft={"method": recipe.draft.method, "parameters": sum(tensor.numel() for tensor in (weights or {}).values())},
+        draft=draft,
         threads=engine_threads(recipe.engine),
     )
 

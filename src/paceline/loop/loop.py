@@ -35,11 +35,12 @@ from paceline.loop.length import build_chooser
 from paceline.loop.parts import Parts, build_parts
 from paceline.loop.scoring import check_ends, score_rollouts
 from paceline.loop.seeds import EVALUATION_STEP, rank_noise_seed, request_seed
+from paceline.loop.speculation import speculation_metrics
 from paceline.observe.progress import RunProgress, Silent
 from paceline.observe.stages import StageClock
 from paceline.spec.certificate import Certificate, CertificateReport, alarm
 from paceline.spec.draft_alarm import DraftEvidence, draft_alarm
-from paceline.spec.stats import acceptance_stats, engine_stats
+from paceline.spec.stats import engine_stats
 from paceline.train.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
 from paceline.train.draft import FeatureReader
 from paceline.train.draft_check import first_slot_evidence
@@ -51,8 +52,9 @@ from paceline.types import Completion, Prompt, Request, RolloutGroup, Versions
 DRAFTS_WITHOUT_ACCEPTANCE = 200
 """Drafted tokens in a row of which none was accepted, after which a look-up counts as dead. Losslessness hides a dead
 draft: the text stays right and only the speed is lost."""
-EVIDENCE_BLOCKS = 2000
-"""Blocks after which the evidence about the draft starts anew: what spoke for it long ago would delay the alarm."""
+FROZEN_PROBE_EVERY = 4
+"""Steps from one probe of a frozen draft to the next. The alarm needs the probe, and nothing else does: no choice hangs
+on what a draft that does not learn is predicted to be worth. Damage shows within a few blocks of one probe."""
 
 
 class TrainingRun:
@@ -132,7 +134,7 @@ class TrainingRun:
                 Sample(request.prompt.token_ids, completion.token_ids)
                 for request, completion in zip(requests, rollouts.completions, strict=True)
             ]
-            probe = None if self._draft is None else self._draft.probe(samples[: self._first_control(samples)])
+            probe = self._probe(samples)
             logprobs, certificate, control = self._score(samples, rollouts.completions, probe)
             self._judge_draft(probe, rollouts.completions)
         with clock.stage("generate"):
@@ -344,12 +346,18 @@ class TrainingRun:
         control = score_rollouts(trainer, samples[first:], completions[first:], size, noise)
         return [*scores.logprobs, *control.logprobs], scores.certificate, control.certificate
 
+    def _probe(self, samples: Sequence[Sample]) -> FeatureReader | None:
+        """A reader of the few rollouts on which the draft is judged; a frozen one has none in most steps."""
+        draft = self._draft
+        if draft is None or (draft.config.online == "off" and self.step % FROZEN_PROBE_EVERY):
+            return None
+        return draft.probe(samples[: self._first_control(samples)])
+
     def _judge_draft(self, probe: FeatureReader | None, completions: Sequence[Completion]) -> None:
         """Compare what the engine drafted on the probe with what the trainer's copy drafts there."""
         if self._draft is None or probe is None:
             return
-        if self._evidence.num_blocks >= EVIDENCE_BLOCKS:
-            self._evidence = DraftEvidence(unaccepted_run=self._evidence.unaccepted_run)
+        self._evidence = self._evidence.after()
         parts = self.parts
         self._evidence.merge(
             first_slot_evidence(
@@ -368,13 +376,13 @@ class TrainingRun:
         groups: Sequence[RolloutGroup],
         probe: FeatureReader | None,
     ) -> tuple[PolicyUpdate, DraftStep | None, float | None]:
-        """The updates of policy and draft, and the acceptance length predicted for the draft as it was before."""
+        """The updates of policy and draft, and the acceptance length predicted on the probe for the draft before it."""
         trainer, draft = self.parts.trainer, self._draft
         advantages = [a for g in groups for a in group_advantages(g.rewards, self.recipe.algorithm.advantage)]
         batch = PolicyBatch(samples, logprobs, advantages)
-        if draft is None or probe is None:
+        if draft is None:
             return trainer.update(batch), None, None
-        predicted_alpha = draft.predict(probe).alpha
+        predicted_alpha = math.nan if probe is None else draft.predict(probe).alpha
         lesson = draft.lesson(samples, advantages, trainer.version)
         gradient = trainer.backward(batch, lesson)
         # Before the policy's step: what was read and the output layer that it is read with belong to the same weights.
@@ -383,7 +391,8 @@ class TrainingRun:
         return update, draft_step, predicted_alpha if math.isfinite(predicted_alpha) else None
 
     def _control_report(self) -> CertificateReport | None:
-        return self._control.report() if self._control_groups else None
+        """Of all that was sampled as a control; after a fall-back that is what the rest of the run is compared with."""
+        return self._control.report() if self._control.num_tokens else None
 
     def _is_alarm(self, report: CertificateReport) -> bool:
         return alarm(report, self.recipe.certificate.delta_nats, control=self._control_report())
@@ -391,8 +400,8 @@ class TrainingRun:
     def _fall_back(self) -> None:
         self.engine.limit_drafts(0)
         self._fallen_back = True
-        # What was sampled with drafts would keep the alarm up for ever; what comes now is judged by itself.
-        self._certificate, self._control = Certificate(), Certificate()
+        # What was sampled with drafts would keep the alarm up for ever. The control had none: it stays.
+        self._certificate = Certificate()
         self._drafted_since_accepted = 0
 
     def _alarms(self, report: CertificateReport, draft_step: DraftStep | None) -> list[str]:
@@ -416,7 +425,7 @@ class TrainingRun:
         return alarms
 
     def _draft_metrics(self, step: DraftStep | None, predicted_alpha: float | None) -> dict[str, Any]:
-        """`predicted_alpha` is to be read beside the measured alpha of the step; `check` is of the window so far."""
+        """`predicted_alpha` is to be read beside the step's measured alpha; both log M of `check` are of the run."""
         if step is None:
             return dict.fromkeys([*DRAFT_STEP_KEYS, "predicted_alpha", "check"])
         return {**step.metrics(), "predicted_alpha": predicted_alpha, "check": self._evidence.report()}
@@ -435,14 +444,12 @@ class TrainingRun:
     ) -> dict[str, Any]:
         """The line of metrics.jsonl. `certificate` is that of the run so far; all else is of this step."""
         stats, control = rollouts.stats, self._control_report()
-        blocks = [block for completion in rollouts.completions for block in completion.blocks]
-        acceptance = acceptance_stats(blocks)
         lengths = [len(completion.token_ids) for completion in rollouts.completions]
-        drafted_counts = Counter(len(block.draft_token_ids) for block in blocks)
         versions = rollouts.completions[0].versions
         return {
             "step": self.step,
             "versions": {"policy": versions.policy, "draft": versions.draft},
+            "digests": dict(self.parts.digests),
             "stage_s": stage_s,
             "tokens": {
                 "prompt": sum(len(request.prompt.token_ids) for request in requests),
@@ -452,16 +459,8 @@ class TrainingRun:
                 "bonus": stats.bonus,
                 "recovered": stats.recovered,
             },
-            "verify_steps": stats.verify_steps,
-            "engine_steps": stats.engine_steps,
-            "acceptance": {
-                "alpha": acceptance.alpha,
-                "marginal": list(acceptance.marginal or ()),
-                "conditional": list(acceptance.conditional or ()),
-            },
-            "k_histogram": {str(k): drafted_counts[k] for k in sorted(drafted_counts)},
+            **speculation_metrics(rollouts),
             "choice_of_k": None if self._chooser is None else [choice.to_dict() for choice in self._chooser.explain()],
-            "live_batch": [list(change) for change in stats.live_batch],
             "lengths": lengths,
             "reward": _reward_summary([reward for group in groups for reward in group.rewards]),
             "policy": asdict(update),
@@ -548,7 +547,8 @@ def _one_after_the_other(first: Rollouts, second: Rollouts) -> Rollouts:
         engine_steps=first.stats.engine_steps + second.stats.engine_steps,
         live_batch=[*first.stats.live_batch, *later],
     )
-    return Rollouts(completions, stats, first.seconds + second.seconds)
+    engine_s = None if first.engine_s is None or second.engine_s is None else first.engine_s + second.engine_s
+    return Rollouts(completions, stats, first.seconds + second.seconds, (*first.steps, *second.steps), engine_s)
 
 
 def _groups(

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, assert_never
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from paceline.config.run import (
+    DraftModelDraft,
     Eagle3Draft,
     HistoryDraft,
     MtpDraft,
@@ -25,12 +26,14 @@ from paceline.config.run import (
 from paceline.data.prompts import check_fit, load_prompts, prompt_style
 from paceline.data.source import PromptSource
 from paceline.drafts.base import Drafter
+from paceline.drafts.draft_model import DraftModelDrafter, load_draft_model
 from paceline.drafts.eagle3 import Eagle3Drafter
 from paceline.drafts.history import HistoryDrafter, HistoryIndex
 from paceline.drafts.mtp import MtpDrafter
 from paceline.drafts.ngram import NgramDrafter
 from paceline.engine import reference
 from paceline.engine.base import RolloutEngine
+from paceline.engine.publish import weights_digest
 from paceline.errors import CheckpointError, ModelError
 from paceline.loop.draft_start import prepare_draft
 from paceline.loop.seeds import draft_seed
@@ -38,6 +41,7 @@ from paceline.models.cache import cache_root
 from paceline.models.eagle3 import Eagle3Head
 from paceline.models.folder import load_policy, load_tokenizer, resolve_policy
 from paceline.models.mtp import MtpHead
+from paceline.models.weights import policy_tensors
 from paceline.observe.progress import RunProgress, throttled
 from paceline.rewards.base import Reward
 from paceline.rewards.pool import RewardPool
@@ -60,24 +64,36 @@ class Parts:
     """Response tokens -> the text that is scored."""
     sampling: Sampling
     draft: OnlineDraft | None = None
-    """The trainer's copy of a draft with weights; None for a method without weights."""
+    """The trainer's copy of a draft that may learn; None for a draft model, which is frozen, and without weights."""
     history: HistoryIndex | None = None
     """What `history` drafts are made from, read by the engine; None for another method."""
+    frozen_config: PreTrainedConfig | None = None
+    """config.json of a draft model, whose weights no publish changes; None: there is none."""
+    digests: dict[str, str | None] = field(default_factory=lambda: {"policy": None, "draft": None})
+    """Digest of the policy and of the draft that the engine holds, 16 hex digits each, since the first `publish`. That
+    of a draft which the engine still has from its start is of the trainer's copy. None: a draft without weights of its
+    own."""
 
     @property
     def draft_version(self) -> int:
         """The version that the engine's draft must have; -1: no weights."""
-        return -1 if self.draft is None else self.draft.version
+        if self.draft is None:
+            return -1 if self.frozen_config is None else 0
+        return self.draft.version
 
     def publish(self) -> None:
         """Bring the engine to the present weights: the policy always, the draft when the engine has another version."""
         versions = Versions(self.trainer.version, self.draft_version)
-        self.engine.publish(self.trainer.weights(), versions)
-        if self.draft is None or self.engine.versions.draft == self.draft.version:
+        self.digests["policy"] = self.engine.publish(self.trainer.weights(), versions).digest
+        if self.draft is None:
             return
-        weights = self.draft.weights()
-        if weights is not None:
-            self.engine.publish_draft(weights, versions)
+        is_old = self.engine.versions.draft != self.draft.version
+        if is_old or self.digests["draft"] is None:
+            weights = self.draft.weights()
+            if weights is not None:
+                self.digests["draft"] = (
+                    self.engine.publish_draft(weights, versions).digest if is_old else weights_digest(weights)
+                )
 
     def restore_draft(
         self, weights: Mapping[str, torch.Tensor] | None, state: Mapping[str, Any] | None, versions: Versions
@@ -92,7 +108,7 @@ class Parts:
             self.draft.load_weights(weights)
             self.draft.load_state_dict(state)
             if weights is not None:
-                self.engine.publish_draft(weights, versions)
+                self.digests["draft"] = self.engine.publish_draft(weights, versions).digest
 
     def restore_history(self, state: Mapping[str, Any] | None) -> None:
         """Go on with the history of a checkpoint. Raises `CheckpointError`, KeyError or ValueError for none."""
@@ -130,10 +146,13 @@ def build_parts(recipe: Recipe, progress: RunProgress) -> Parts:
     rewards = RewardPool(recipe.data.task, recipe.rewards)
     try:
         draft_folder = prepare_draft(recipe, policy_folder, prompts.train, sampling, cache, progress)
-        head = None if draft_folder is None else Eagle3Head.load(draft_folder, policy.config, max_model_len)
+        loaded = _load_draft(recipe, draft_folder, policy, tokenizer, max_model_len)
+        digests: dict[str, str | None] = {"policy": None, "draft": None}
+        if isinstance(loaded, PreTrainedModel):
+            digests["draft"] = weights_digest(policy_tensors(loaded))
         progress.status("Starting the engine")
         history = _build_history(recipe)
-        engine = _build_engine(recipe, policy_folder.path, draft_folder, head, history, max_model_len)
+        engine = _build_engine(recipe, policy_folder.path, draft_folder, loaded, history, max_model_len)
     except BaseException:
         rewards.close()
         raise
@@ -145,8 +164,10 @@ def build_parts(recipe: Recipe, progress: RunProgress) -> Parts:
         rewards=rewards,
         decode=lambda token_ids: str(tokenizer.decode(list(token_ids), skip_special_tokens=True)),
         sampling=sampling,
-        draft=_online_draft(recipe, head, policy, sampling),
+        draft=_online_draft(recipe, loaded, policy, sampling),
         history=history,
+        frozen_config=loaded.config if isinstance(loaded, PreTrainedModel) else None,
+        digests=digests,
     )
 
 
@@ -173,6 +194,23 @@ def make_sampling(config: SamplingConfig, policy: PreTrainedModel, tokenizer: Pr
     )
 
 
+def _load_draft(
+    recipe: Recipe,
+    folder: Path | None,
+    policy: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    max_model_len: int,
+) -> Eagle3Head | PreTrainedModel | None:
+    """What lies in the draft's folder, checked against the policy: an EAGLE-3 head or a draft model."""
+    match recipe.draft:
+        case Eagle3Draft() if folder is not None:
+            return Eagle3Head.load(folder, policy.config, max_model_len)
+        case DraftModelDraft() if folder is not None:
+            return load_draft_model(folder, policy.config, tokenizer, max_model_len)
+        case _:
+            return None
+
+
 def _build_history(recipe: Recipe) -> HistoryIndex | None:
     match recipe.draft:
         case HistoryDraft() as draft if draft.num_draft_tokens > 0:
@@ -185,21 +223,22 @@ def _build_engine(
     recipe: Recipe,
     policy_folder: Path,
     draft_folder: Path | None,
-    head: Eagle3Head | None,
+    loaded: Eagle3Head | PreTrainedModel | None,
     history: HistoryIndex | None,
     max_model_len: int,
 ) -> RolloutEngine:
     match recipe.engine:
         case ReferenceEngine() as config:
             policy = load_policy(policy_folder, _DTYPES[config.dtype])
-            drafter, num_draft_tokens = _build_drafter(recipe, head, history, policy)
+            drafter, num_draft_tokens = _build_drafter(recipe, loaded, history, policy)
+            has_weights = isinstance(drafter, Eagle3Drafter | MtpDrafter | DraftModelDrafter)
             return reference.ReferenceEngine(
                 policy,
                 drafter,
                 num_draft_tokens=num_draft_tokens,
                 max_num_seqs=config.max_num_seqs,
                 max_model_len=max_model_len,
-                versions=Versions(policy=0, draft=-1 if head is None and not isinstance(drafter, MtpDrafter) else 0),
+                versions=Versions(policy=0, draft=0 if has_weights else -1),
             )
         case VllmEngine() as config:
             from paceline.engine.vllm import engine as vllm
@@ -218,7 +257,10 @@ def _build_engine(
 
 
 def _build_drafter(
-    recipe: Recipe, head: Eagle3Head | None, history: HistoryIndex | None, policy: PreTrainedModel
+    recipe: Recipe,
+    loaded: Eagle3Head | PreTrainedModel | None,
+    history: HistoryIndex | None,
+    policy: PreTrainedModel,
 ) -> tuple[Drafter | None, int]:
     match recipe.draft:
         case NoDraft():
@@ -229,22 +271,27 @@ def _build_drafter(
             return None if history is None else HistoryDrafter(history), draft.num_draft_tokens
         case Eagle3Draft() as draft:
             # A copy: the trainer goes on with the head, and the engine must keep what was published.
-            return None if head is None else Eagle3Drafter(copy.deepcopy(head), policy), draft.num_draft_tokens
+            head = copy.deepcopy(loaded)
+            return Eagle3Drafter(head, policy) if isinstance(head, Eagle3Head) else None, draft.num_draft_tokens
         case MtpDraft() as draft:
             return None if draft.num_draft_tokens == 0 else MtpDrafter(policy), draft.num_draft_tokens
+        case DraftModelDraft() as draft:
+            # In the policy's type, as vLLM loads it.
+            is_loaded = isinstance(loaded, PreTrainedModel)
+            return DraftModelDrafter(loaded, policy.dtype) if is_loaded else None, draft.num_draft_tokens
         case _:
             assert_never(recipe.draft)
 
 
 def _online_draft(
-    recipe: Recipe, head: Eagle3Head | None, policy: PreTrainedModel, sampling: Sampling
+    recipe: Recipe, loaded: Eagle3Head | PreTrainedModel | None, policy: PreTrainedModel, sampling: Sampling
 ) -> OnlineDraft | None:
-    """The trainer's copy of the draft; None for a method without weights, and without speculation."""
+    """The trainer's copy of the draft; None for a frozen draft, for one without weights, and without speculation."""
     seed = draft_seed(recipe.run.seed)
     match recipe.draft:
-        case Eagle3Draft() as draft if head is not None:
+        case Eagle3Draft() as draft if isinstance(loaded, Eagle3Head):
             return OnlineEagle3(
-                head,
+                loaded,
                 policy,
                 draft,
                 depth=draft.depth,

@@ -31,7 +31,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from safetensors.torch import save_file
 from torch import nn
 from torch.nn import functional
-from transformers import LlamaConfig, PreTrainedConfig, PreTrainedModel
+from transformers import LlamaConfig, PreTrainedConfig, PreTrainedModel, Qwen2Config
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from paceline.errors import ModelError
@@ -357,18 +357,19 @@ class DraftHead(Protocol):
         ...
 
 
-class _Attention(nn.Module):
-    """Llama attention over the concatenated [norm(e), norm(h)]."""
+class DraftAttention(nn.Module):
+    """Attention of Llama and Qwen2 over what a memory holds. `config` names the heads; `bias`: of query, key, value."""
 
-    def __init__(self, config: Eagle3Config) -> None:
+    def __init__(self, config: LlamaConfig | Qwen2Config, input_size: int, head_dim: int, *, bias: bool) -> None:
         super().__init__()
-        self._head_dim = config.head_dim
-        self._group = config.num_attention_heads // config.num_key_value_heads
-        query_size = config.num_attention_heads * config.head_dim
-        key_size = config.num_key_value_heads * config.head_dim
-        self.q_proj = nn.Linear(2 * config.hidden_size, query_size, bias=False)
-        self.k_proj = nn.Linear(2 * config.hidden_size, key_size, bias=False)
-        self.v_proj = nn.Linear(2 * config.hidden_size, key_size, bias=False)
+        num_kv_heads = config.num_key_value_heads
+        assert num_kv_heads is not None
+        self._head_dim = head_dim
+        self._group = config.num_attention_heads // num_kv_heads
+        query_size, key_size = config.num_attention_heads * head_dim, num_kv_heads * head_dim
+        self.q_proj = nn.Linear(input_size, query_size, bias=bias)
+        self.k_proj = nn.Linear(input_size, key_size, bias=bias)
+        self.v_proj = nn.Linear(input_size, key_size, bias=bias)
         self.o_proj = nn.Linear(query_size, config.hidden_size, bias=False)
 
     def forward(
@@ -389,7 +390,8 @@ class _Layer(nn.Module):
         self._norm_before_residual = config.norm_before_residual
         self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.hidden_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.self_attn = _Attention(config)
+        # Of the concatenated [norm(e), norm(h)].
+        self.self_attn = DraftAttention(config.llama(), 2 * config.hidden_size, config.head_dim, bias=False)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mlp = LlamaMLP(config.llama())
 

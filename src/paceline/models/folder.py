@@ -60,42 +60,42 @@ def resolve_policy(config: Policy, cache: Path | None = None, progress: Progress
     return PolicyFolder(path, config.kind, label, _content_hash(path))
 
 
-def check_folder(folder: Path) -> None:
-    """Raise `ModelError` that names `policy.path` unless config, complete weights and a tokenizer are in `folder`."""
+def check_folder(folder: Path, key: str = "policy.path") -> None:
+    """Raise `ModelError` that names `key` unless config, complete weights and a tokenizer are in `folder`."""
     if not folder.exists():
         raise ModelError(
-            f"policy.path is {folder}, which does not exist. Nothing is downloaded: give the path of a Hugging Face "
-            'folder (config.json, *.safetensors, tokenizer.json), or choose policy.kind = "tiny"'
+            f"{key} is {folder}, which does not exist. Nothing is downloaded: give the path of a Hugging Face "
+            'folder (config.json, *.safetensors, tokenizer.json), or choose policy.kind = "tiny", which needs none'
         )
     if not folder.is_dir():
-        raise ModelError(f"policy.path is {folder}, which is a file: give the folder that holds it")
+        raise ModelError(f"{key} is {folder}, which is a file: give the folder that holds it")
     try:
         config = json.loads((folder / "config.json").read_text())
     except FileNotFoundError:
         raise ModelError(
-            f"policy.path is {folder}, which has no config.json: give the folder that `save_pretrained` wrote"
+            f"{key} is {folder}, which has no config.json: give the folder that `save_pretrained` wrote"
         ) from None
     except (OSError, ValueError) as error:
-        raise ModelError(f"policy.path: {folder}/config.json cannot be read ({error}). Copy it again") from error
+        raise ModelError(f"{key}: {folder}/config.json cannot be read ({error}). Copy it again") from error
     if not isinstance(config, dict) or not config.get("architectures"):
         raise ModelError(
-            f"policy.path: {folder}/config.json names no architectures, so no engine can load it. Give the folder of a "
+            f"{key}: {folder}/config.json names no architectures, so no engine can load it. Give the folder of a "
             "causal language model"
         )
-    for path in _weight_files(folder):
-        _check_safetensors(path)
+    for path in _weight_files(folder, key):
+        _check_safetensors(path, key)
     if not any((folder / name).exists() for name in TOKENIZER_FILES):
         raise ModelError(
-            f"policy.path is {folder}, which has no tokenizer ({', '.join(TOKENIZER_FILES)}). Copy the model's "
+            f"{key} is {folder}, which has no tokenizer ({', '.join(TOKENIZER_FILES)}). Copy the model's "
             "tokenizer files into it"
         )
 
 
-def load_policy(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+def load_policy(folder: Path, dtype: torch.dtype = torch.float32, key: str = "policy.path") -> PreTrainedModel:
     """The policy for training, with its MTP layer if it has one: torch's own attention kernel, no dropout, no KV cache.
 
-    Raises `ModelError` when transformers cannot build it, and for a tensor that is missing (it would be random) or has
-    no place in the model (it would be dropped, and missing from every publish).
+    Raises `ModelError` that names `key` when transformers cannot build it, and for a tensor that is missing (it would
+    be random) or has no place in the model (it would be dropped, and missing from every publish).
     """
     try:
         kind: Any = MiMoForCausalLM if is_mimo(folder) else AutoModelForCausalLM
@@ -111,54 +111,53 @@ def load_policy(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedM
         raise
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise ModelError(
-            f"policy.path: transformers cannot load {folder} ({error}). Check that its weights and config.json "
+            f"{key}: transformers cannot load {folder} ({error}). Check that its weights and config.json "
             "belong together"
         ) from error
     for name in sorted(loaded["missing_keys"]):
-        raise ModelError(f"policy.path: {folder} lacks the tensor {name} that its config.json asks for. Copy it again")
+        raise ModelError(f"{key}: {folder} lacks the tensor {name} that its config.json asks for. Copy it again")
     for name in sorted(loaded["unexpected_keys"]):
         raise ModelError(
-            f"policy.path: {folder} has a tensor {name} that {type(policy).__name__} has no place for; it would be "
+            f"{key}: {folder} has a tensor {name} that {type(policy).__name__} has no place for; it would be "
             "dropped. Correct architectures in its config.json, or save the model again with save_pretrained"
         )
     return policy
 
 
-def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """The policy's tokenizer. Raises `ModelError` when transformers cannot build it."""
+def load_tokenizer(folder: Path, key: str = "policy.path") -> PreTrainedTokenizerBase:
+    """The policy's tokenizer. Raises `ModelError` that names `key` when transformers cannot build it."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(
-            f"policy.path: the tokenizer in {folder} cannot be loaded ({error}). Copy the model's tokenizer "
-            "files into it"
+            f"{key}: the tokenizer in {folder} cannot be loaded ({error}). Copy the model's tokenizer files into it"
         ) from error
     assert tokenizer is not None
     return tokenizer
 
 
-def _weight_files(folder: Path) -> list[Path]:
+def _weight_files(folder: Path, key: str) -> list[Path]:
     """The safetensors of the folder, those that its index names. Raises `ModelError` for none or a missing one."""
     index = folder / INDEX
     if not index.exists():
         files = sorted(folder.glob("*.safetensors"))
         if not files:
             raise ModelError(
-                f"policy.path is {folder}, which has no *.safetensors. Weights in .bin are not read: load them with "
+                f"{key} is {folder}, which has no *.safetensors. Weights in .bin are not read: load them with "
                 "transformers and save them with save_pretrained"
             )
         return files
     try:
         names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
     except (ValueError, KeyError, AttributeError) as error:
-        raise ModelError(f"policy.path: {index} is damaged ({error!r}). Copy it again") from error
+        raise ModelError(f"{key}: {index} is damaged ({error!r}). Copy it again") from error
     missing = [name for name in names if not (folder / name).exists()]
     if missing:
-        raise ModelError(f"policy.path is {folder}, which lacks {missing[0]} of its {len(names)} weight files. Copy it")
+        raise ModelError(f"{key} is {folder}, which lacks {missing[0]} of its {len(names)} weight files. Copy it")
     return [folder / name for name in names]
 
 
-def _check_safetensors(path: Path) -> None:
+def _check_safetensors(path: Path, key: str) -> None:
     """Read the header, which says how long the file must be. Raises `ModelError` for a truncated or foreign file."""
     try:
         with safe_open(path, framework="pt") as file:
@@ -167,7 +166,7 @@ def _check_safetensors(path: Path) -> None:
             reason = "no tensors in it"
     except (SafetensorError, OSError) as error:
         reason = str(error)
-    raise ModelError(f"policy.path: {path} is damaged or incomplete ({reason}). Copy it again")
+    raise ModelError(f"{key}: {path} is damaged or incomplete ({reason}). Copy it again")
 
 
 def _content_hash(folder: Path) -> str:

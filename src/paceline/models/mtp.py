@@ -13,7 +13,7 @@ o_j is the layer's output at depth j *after* its own final norm; the policy's ou
 embedding at RoPE position 0 is taken as zero. What a query sees is as in `models.eagle3`. There is one layer, which
 drafts all depths: vLLM 0.32 runs no second one for this architecture.
 
-Shapes: B sequences, T positions, H hidden size, N attention heads, D head size, V vocabulary.
+Shapes: B sequences, T positions, H hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -22,39 +22,13 @@ import torch
 from torch import nn
 from torch.nn import functional
 from transformers import PreTrainedModel, Qwen2Config
-from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP, Qwen2RMSNorm, apply_rotary_pos_emb
+from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP, Qwen2RMSNorm
 
 from paceline.errors import ModelError
-from paceline.models.eagle3 import Memory, policy_parts
+from paceline.models.eagle3 import DraftAttention, Memory, policy_parts
 
 MTP_PREFIX = "model.mtp_layers."
 """What the layer's tensors are called in the checkpoint, in front of its number."""
-
-
-class _Attention(nn.Module):
-    """Qwen2's attention, over what `memory` holds."""
-
-    def __init__(self, config: Qwen2Config) -> None:
-        super().__init__()
-        assert config.num_key_value_heads is not None
-        self._head_dim = config.hidden_size // config.num_attention_heads
-        self._group = config.num_attention_heads // config.num_key_value_heads
-        key_size = config.num_key_value_heads * self._head_dim
-        self.q_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=True)
-        self.k_proj = nn.Linear(config.hidden_size, key_size, bias=True)
-        self.v_proj = nn.Linear(config.hidden_size, key_size, bias=True)
-        self.o_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
-
-    def forward(
-        self, inputs: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor], memory: Memory
-    ) -> torch.Tensor:
-        query = self.q_proj(inputs).unflatten(-1, (-1, self._head_dim)).transpose(1, 2)
-        key = self.k_proj(inputs).unflatten(-1, (-1, self._head_dim)).transpose(1, 2)
-        value = self.v_proj(inputs).unflatten(-1, (-1, self._head_dim)).transpose(1, 2)
-        query, key = apply_rotary_pos_emb(query, key, *rotation)
-        key = key.repeat_interleave(self._group, dim=1)
-        value = value.repeat_interleave(self._group, dim=1)
-        return self.o_proj(memory.attend(query, key, value).transpose(1, 2).flatten(2))
 
 
 class MtpLayer(nn.Module):
@@ -67,7 +41,7 @@ class MtpLayer(nn.Module):
         self.hidden_layernorm = Qwen2RMSNorm(size, eps=eps)
         self.input_proj = nn.Linear(2 * size, size, bias=False)
         self.input_layernorm = Qwen2RMSNorm(size, eps=eps)
-        self.self_attn = _Attention(config)
+        self.self_attn = DraftAttention(config, size, size // config.num_attention_heads, bias=True)
         self.post_attention_layernorm = Qwen2RMSNorm(size, eps=eps)
         self.mlp = Qwen2MLP(config)
         self.final_layernorm = Qwen2RMSNorm(size, eps=eps)

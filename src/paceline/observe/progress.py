@@ -85,7 +85,11 @@ def step_line(metrics: Mapping[str, object], num_steps: int) -> str:
     if acceptance["alpha"] is not None:
         parts.append(f"acceptance length {_number(acceptance['alpha'], '.2f')}")
     parts.append(f"certificate z {_number(certificate['z'], '+.1f')}")
-    parts.append(f"generate {_number(stages['generate'], '.2f')} s of {_number(stages['step'], '.2f')} s")
+    drafting = ""
+    if acceptance["alpha"] is not None and metrics["engine_s"] is not None:
+        drafting = f", {_number(_section(metrics, 'engine_s')['draft'], '.2f')} s of it drafting"
+    seconds, all_seconds = _number(stages["generate"], ".2f"), _number(stages["step"], ".2f")
+    parts.append(f"generate {seconds} s of {all_seconds} s{drafting}")
     alarms = metrics["alarms"]
     if alarms:
         parts.append(f"ALARM {alarms}")

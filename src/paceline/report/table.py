@@ -10,9 +10,13 @@ from rich.table import Table
 from rich.text import Text
 
 from paceline.loop.compare import arm_summary
+from paceline.loop.speculation import ENGINE_PARTS
 from paceline.observe.stages import STAGES
 
 Record = Mapping[str, Any]
+
+ORIGINS = {"accepted": "accepted drafts", "recovered": "recovered", "bonus": "bonus", "plain": "no draft"}
+"""Where an emitted token came from -> how a table says it."""
 
 
 def print_tables(tables: Group, console: Console | None = None) -> None:
@@ -26,7 +30,12 @@ def print_tables(tables: Group, console: Console | None = None) -> None:
 def comparison(summary: Record) -> Group:
     """All tables of `paceline compare`."""
     arms = list(summary["arms"])
-    return Group(_stage_table(summary["arms"]), _speedup_table(summary["speedup"], arms[0]), _outcome_table(summary))
+    return Group(
+        _stage_table(summary["arms"]),
+        _speedup_table(summary["speedup"], arms[0]),
+        *_speculation_table(summary["arms"]),
+        _outcome_table(summary),
+    )
 
 
 def runs(records: Mapping[str, Sequence[Record]]) -> Group:
@@ -40,7 +49,7 @@ def runs(records: Mapping[str, Sequence[Record]]) -> Group:
     table.add_row("training reward, first step", *(_number(line["reward"]["mean"], 3) for line in first.values()))
     table.add_row("training reward, last step", *(_number(line["reward"]["mean"], 3) for line in last.values()))
     table.add_row("alarms", *(str(arm["alarms"]) for arm in arms.values()))
-    return Group(_stage_table(arms), table)
+    return Group(_stage_table(arms), *_speculation_table(arms), table)
 
 
 def certificates(summary: Record) -> Group:
@@ -131,6 +140,33 @@ def _speedup_table(speedup: Record, baseline: str) -> Table:
     return table
 
 
+def _speculation_table(arms: Mapping[str, Record]) -> list[Table]:
+    """One table, or none where no arm has the figures: a run or a comparison of an older version."""
+    known = {
+        arm: _speculation_rows(figures["speculation"]) for arm, figures in arms.items() if figures.get("speculation")
+    }
+    if not known:
+        return []
+    table = _table("how the tokens came about", list(arms))
+    for name in next(iter(known.values())):
+        table.add_row(name, *(known[arm][name] if arm in known else "-" for arm in arms))
+    return [table]
+
+
+def _speculation_rows(part: Record) -> dict[str, str]:
+    """Row -> cell of one arm."""
+    return {
+        "acceptance length, pooled": _number(part["per_request"]["pooled"]),
+        "  mean over requests": _number(part["per_request"]["mean"]),
+        "  accepted at position 1, 2, ...": " ".join(_percent(share) for share in part["marginal"]) or "-",
+        **{f"tokens: {name}": _percent(part["emitted"][origin]) for origin, name in ORIGINS.items()},
+        "sequences per engine step, mean": _number(part["mean_live_batch"], 1),
+        "k, share of engine steps": ", ".join(f"{k}: {_percent(share)}" for k, share in part["k_chosen"].items()),
+        # Of a step, median.
+        **{f"seconds of generate: {name}": _seconds(part["engine_s"][name]) for name in ENGINE_PARTS},
+    }
+
+
 def _outcome_table(summary: Record) -> Table:
     arms: Mapping[str, Record] = summary["arms"]
     certificates = [arm["certificate"] for arm in arms.values()]
@@ -171,5 +207,11 @@ def _number(value: float | None, digits: int = 2, sign: str = "") -> str:
     return "-" if value is None else f"{value:{sign}.{digits}f}"
 
 
-def _seconds(value: float) -> str:
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:.0f} %"
+
+
+def _seconds(value: float | None) -> str:
+    if value is None:
+        return "-"
     return f"{value:.3f}" if value < 1 else f"{value:.2f}"

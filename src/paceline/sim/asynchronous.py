@@ -13,7 +13,7 @@ batches share an engine. *Drained*: a transfer waits until the engines are idle,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -22,15 +22,15 @@ import numpy as np
 from paceline.errors import ConfigError
 from paceline.sim.acceptance import Acceptance
 from paceline.sim.cost import Cost
-from paceline.sim.rollout import Engines, simulate_rollout
+from paceline.sim.rollout import Engines, Simulation, simulate_rollout
 from paceline.sim.schedule import Schedule
 from paceline.sim.step import Stages
 from paceline.sim.tabled import tabled
 from paceline.sim.workload import Requests
 
 Updates = Literal["in_flight", "drained"]
-TOLERANCE = 1e-3
-"""Of a mean step: how far the times at which versions are ready may move in the last round of the fixed point."""
+_ROUND = 1e-6
+"""Of a mean step: moments that differ by less are the same one."""
 
 Array = np.ndarray
 
@@ -80,8 +80,8 @@ class AsyncRun:
     @property
     def age(self) -> Array:
         """[B] policy versions between the weights that a batch began with and those that it updates, up to the lag."""
-        # Found to within the tolerance: what began with a version began when it was ready.
-        slack_s = TOLERANCE * float(np.diff(self.ready_s).mean())
+        # What began with a version began when it was ready.
+        slack_s = _ROUND * float(np.diff(self.ready_s).mean())
         versions = np.searchsorted(self.ready_s, self.first_s + slack_s, side="right")
         return np.arange(len(self.ready_s)) - versions
 
@@ -107,7 +107,6 @@ def simulate_async(
 ) -> AsyncRun:
     """The batches one after another, `engines` generating and a learner taking `stages` per step.
 
-    In flight, release times and rollouts depend on each other and are found together, to `TOLERANCE` of a step.
     Raises ConfigError for a negative lag or fewer than two batches.
     """
     if lag < 0:
@@ -175,67 +174,39 @@ def _in_flight(
     sync_s: float,
     lag: int,
 ) -> AsyncRun:
-    """A fixed point of the times at which versions are ready, found in rounds. b batches are exact after b rounds at
-    the latest, because what happens up to some moment depends on earlier releases only; a few rounds do.
+    """One batch after another: what a batch meets until its end has been released by then, because batch b + lag + 1
+    waits for the weights that b gives. An engine that is through with batch b stops until that release is known.
 
-    The engines stand still during a transfer. Rollouts are simulated on a clock of their own, which stops then.
+    The engines stand still during a transfer, and so does the clock of the simulation: `stops_s` are its readings.
     """
     count = len(batches)
-    sizes = np.cumsum([len(batch) for batch in batches])[:-1]
-    # A good guess saves rounds: the closed form of batches that do not slow each other down.
-    alone_s = simulate_rollout(batches[0], cost, acceptance, schedule, engines).makespan_s
-    cycle_s = alone_s + lag * sync_s + learn_s + sync_s
-    ready = alone_s + learn_s + sync_s + np.arange(count) * max(learn_s + sync_s, cycle_s / (lag + 1))
+    ends = np.cumsum([len(batch) for batch in batches])
+    starts = ends - np.array([len(batch) for batch in batches])
+    requests = [batch.released(0.0 if number <= lag else np.inf) for number, batch in enumerate(batches)]
+    simulation = Simulation(Requests.concatenate(requests), cost, acceptance, schedule, engines)
+    finish_s, stops_s = np.zeros(count), np.zeros(count)
+    for number in range(count):
+        simulation.run(ends[number])
+        finish_s[number] = simulation.finish_s[starts[number] : ends[number]].max()
+        stops_s[number] = max(finish_s[number], stops_s[number - 1] if number else 0.0) + learn_s
+        released = number + lag + 1
+        if released < count:
+            simulation.release(starts[released], ends[released], stops_s[number])
+    rollout = simulation.result()
 
-    def run_with(ready_s: Array) -> AsyncRun:
-        pauses = ready_s - sync_s
-        released = np.array([0.0 if b <= lag else ready_s[b - 1 - lag] for b in range(count)])
-        requests = Requests.concatenate(
-            [batch.released(_running(when, pauses, sync_s)) for batch, when in zip(batches, released, strict=True)]
-        )
-        rollout = simulate_rollout(requests, cost, acceptance, schedule, engines)
-        done = _split(_wall(rollout.finish_s, pauses, sync_s), sizes, np.max)
-        # What begins at a pause begins after it; what ends at one ended before it.
-        first = _split(_wall(rollout.admit_s, pauses, sync_s, after=True), sizes, np.min)
-        learned, ready = _learner(done, learn_s, sync_s)
-        time_s, live = rollout.active()
-        curve = (_wall(time_s, pauses, sync_s), live)
-        return AsyncRun(lag, learn_s, sync_s, released, done, learned, ready, first, curve, len(batches[0]))
+    def wall_s(running_s: Array) -> Array:
+        """What ends at a stop ends before it."""
+        return running_s + sync_s * np.searchsorted(stops_s, running_s)
 
-    run = run_with(ready)
-    for _ in range(count):
-        if np.abs(run.ready_s - ready).max() <= TOLERANCE * np.diff(run.ready_s).mean():
-            break
-        ready = run.ready_s
-        run = run_with(ready)
-    return run
-
-
-def _split(values: Array, sizes: Array, reduce: Callable[[Array], Array]) -> Array:
-    """[B] one figure of the requests of each batch."""
-    return np.array([reduce(part) for part in np.split(values, sizes)])
-
-
-def _learner(done_s: Array, learn_s: float, sync_s: float) -> tuple[Array, Array]:
-    """([B] end of the learner's step, [B] weights of it on the engines)."""
-    learned, ready, free = np.zeros_like(done_s), np.zeros_like(done_s), 0.0
-    for step, when in enumerate(done_s):
-        learned[step] = max(when, free) + learn_s
-        ready[step] = free = learned[step] + sync_s
-    return learned, ready
-
-
-def _running(wall_s: float, pauses_s: Array, pause_s: float) -> float:
-    """Seconds that the engines ran until `wall_s`, when they stood still for `pause_s` from each of `pauses_s` on."""
-    return float(wall_s - np.clip(wall_s - pauses_s, 0.0, pause_s).sum())
-
-
-def _wall(running_s: Array, pauses_s: Array, pause_s: float, after: bool = False) -> Array:
-    """Inverse of `_running`; at a pause its beginning, or its end with `after`."""
-    begins = pauses_s - pause_s * np.arange(len(pauses_s))
-    return running_s + pause_s * np.searchsorted(
-        begins - 1e-9 if after else begins, running_s, side="right" if after else "left"
-    )
+    learned = stops_s + sync_s * np.arange(count)
+    ready = learned + sync_s
+    released_s = np.concatenate([np.zeros(min(lag + 1, count)), ready[: max(count - lag - 1, 0)]])
+    # What begins at a stop begins after it.
+    admit_s = rollout.admit_s + sync_s * np.searchsorted(stops_s - 1e-9, rollout.admit_s, side="right")
+    first = np.minimum.reduceat(admit_s, starts)
+    time_s, live = rollout.active()
+    curve = (wall_s(time_s), live)
+    return AsyncRun(lag, learn_s, sync_s, released_s, wall_s(finish_s), learned, ready, first, curve, len(batches[0]))
 
 
 def batches_needed(lag: int) -> int:

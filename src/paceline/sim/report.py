@@ -234,6 +234,8 @@ def validate_report(run: Run, validation: Validation, lines: Sequence[Assumption
             "error": one.error,
             "predicted_engine_steps": one.predicted_steps,
             "counted_engine_steps": one.counted_steps,
+            "predicted_steps_by_k": {str(k): steps for k, steps in one.predicted_by_k.items()},
+            "counted_steps_by_k": {str(k): steps for k, steps in sorted(one.counted_by_k.items())},
         }
         for one in validation.checks
     ]
@@ -533,7 +535,7 @@ def _validate_tables(report: Record) -> list[RenderableType]:
     table.add_column("step", justify="right")
     table.add_column(f"predicted s ({report['marks']['predicted_s']})", justify="right")
     table.add_column("measured s", justify="right")
-    for name in ("error", "engine steps", "counted"):
+    for name in ("error", "engine steps", "counted", "by k", "counted by k"):
         table.add_column(name, justify="right")
     for number, check in enumerate(report["steps"]):
         left_out = number == 0 and not report["first_step_counts"]
@@ -544,6 +546,8 @@ def _validate_tables(report: Record) -> list[RenderableType]:
             f"{100 * check['error']:+.1f} %",
             f"{check['predicted_engine_steps']:.0f}",
             str(check["counted_engine_steps"]),
+            _steps_by_k(check["predicted_steps_by_k"]),
+            _steps_by_k(check["counted_steps_by_k"]),
             style="dim" if left_out else None,
         )
     table.add_section()
@@ -553,6 +557,11 @@ def _validate_tables(report: Record) -> list[RenderableType]:
             "the first step also pays for what is made once, and is left out of the sum", justify="left"
         )
     return [table]
+
+
+def _steps_by_k(steps: Mapping[str, float]) -> str:
+    """Engine steps at each k: 0: 12, 3: 20."""
+    return ", ".join(f"{k}: {number:.0f}" for k, number in steps.items())
 
 
 def _compare_tables(report: Record) -> list[RenderableType]:

@@ -124,12 +124,9 @@ def simulate_rollout(
     `acceptance` may be None where the schedule never drafts. Raises ConfigError for a k without acceptances, for a
     request that can never fit into the KV cache, and what the cost raises.
     """
-    table = schedule_table(schedule, engines.slots)
-    gains = _tokens_per_iteration(requests, acceptance, table)
-    check_capacity(requests, engines, int(table.max()))
-    if isinstance(cost, RooflineCost):
-        cost = cost.tabulated(engines.slots, sorted(gains))
-    return _Simulation(requests, cost, engines, table, gains).run()
+    simulation = Simulation(requests, cost, acceptance, schedule, engines)
+    simulation.run(len(requests))
+    return simulation.result()
 
 
 def speedup(
@@ -186,12 +183,25 @@ def _tokens_per_iteration(
     return gains
 
 
-class _Simulation:
-    """The state of all engines. Request number N stands for an empty slot, and for the end of a queue."""
+class Simulation:
+    """`simulate_rollout` in parts, for releases that depend on what has finished. See there for what is raised.
+
+    Request number N stands for an empty slot, and for the end of a queue.
+    """
 
     def __init__(
-        self, requests: Requests, cost: Cost, engines: Engines, table: np.ndarray, gains: Mapping[int, np.ndarray]
+        self,
+        requests: Requests,
+        cost: Cost,
+        acceptance: Acceptance | None,
+        schedule: Schedule | int,
+        engines: Engines,
     ) -> None:
+        table = schedule_table(schedule, engines.slots)
+        gains = _tokens_per_iteration(requests, acceptance, table)
+        check_capacity(requests, engines, int(table.max()))
+        if isinstance(cost, RooflineCost):
+            cost = cost.tabulated(engines.slots, sorted(gains))
         count, rows = len(requests), engines.num_engines
         self.cost, self.table, self.capacity = cost, table, engines.kv_capacity_tokens
         self.empty = count
@@ -237,7 +247,12 @@ class _Simulation:
         self.prefix_kv = np.zeros(rows)
         """[R] KV tokens of stored prefixes."""
 
-        self.finish_s = np.zeros(count + 1)
+        self.finish_s = np.full(count + 1, np.inf)
+        """Infinite until a request has finished."""
+        self.awaited = 0
+        """`run` stops an engine whose requests below this number have finished."""
+        self.left = np.zeros(rows, dtype=np.int64)
+        """[R] how many of them have not."""
         self.admit_s = np.full(count + 1, np.nan)
         self.prefill_s = np.zeros(rows)
         self.tokens = 0.0
@@ -250,17 +265,34 @@ class _Simulation:
         longest = int((requests.prompts + requests.lengths).max()) + self.lookahead
         return min(engines.slots, len(requests)) * longest
 
-    def run(self) -> Rollout:
-        while True:
+    def release(self, first: int, last: int, release_s: float) -> None:
+        """Requests `first` to `last`, released at infinity so far, may start at `release_s` on the engines' clocks.
+
+        In the order of their numbers, and not before a moment to which `run` has brought an engine.
+        """
+        self.release_s[first:last] = release_s
+
+    def run(self, awaited: int) -> None:
+        """Run every engine until those of its requests whose number is below `awaited` have finished, and no further.
+
+        So far an engine cannot have met a request that is released when all of them have finished, or later.
+        """
+        self.awaited = awaited
+        unfinished = np.flatnonzero(np.isinf(self.finish_s[:awaited]))
+        self.left = np.bincount(self.engine[unfinished], minlength=len(self.left))
+        while self.left.any():
             if (self.head < self.queued).any():
                 self._wait_for_release()
                 self._admit()
             if self.limited:
                 self._preempt()
-            rows = np.flatnonzero(self._live() > 0)
+            rows = np.flatnonzero((self.left > 0) & (self._live() > 0))
             if not rows.size:
-                break
+                raise AssertionError(f"requests below {awaited} wait for a release that nobody gave")
             self._advance(rows)
+
+    def result(self) -> Rollout:
+        """All requests having finished."""
         fields = [np.concatenate(column) for column in zip(*self.record, strict=True)]
         finish_s = self.finish_s[:-1]
         engine_finish_s = np.zeros(len(self.clock))
@@ -406,6 +438,7 @@ class _Simulation:
         self.slots[rows] = np.where(finished, self.empty, slots)
         if done.size:
             self._count_members(done, -1)
+            np.subtract.at(self.left, rows[row], done < self.awaited)
         self.record.append((start, end, rows, live, k, steps))
 
     def _mean_s(

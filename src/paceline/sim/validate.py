@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import statistics
 import tomllib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,8 @@ from typing import Any
 
 import numpy as np
 
+from paceline.drafts.length import LengthChooser
+from paceline.drafts.profile import StepCosts
 from paceline.errors import ConfigError
 from paceline.observe.metrics import JsonLines
 from paceline.sim.acceptance import Acceptance
@@ -22,8 +25,10 @@ from paceline.sim.cost import Cost
 from paceline.sim.figures import Origin
 from paceline.sim.lengths import EmpiricalLengths
 from paceline.sim.rollout import Engines, Rollout, simulate_rollout
+from paceline.sim.schedule import Schedule
 from paceline.sim.step import Stages
 from paceline.sim.workload import Requests
+from paceline.types import Block
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +47,16 @@ class RunStep:
     stage_s: Mapping[str, float]
     engine_steps: int
     """Forward passes of the policy."""
+    batch_by_step: tuple[tuple[int, int, int], ...] = ()
+    """(engine steps in a row, sequences in each, k asked for), in order; empty in lines that an older version wrote."""
+
+    @property
+    def steps_by_k(self) -> dict[int, int]:
+        """k that was asked for -> engine steps."""
+        counts: dict[int, int] = {}
+        for steps, _, k in self.batch_by_step:
+            counts[k] = counts.get(k, 0) + steps
+        return counts
 
     @property
     def k(self) -> int:
@@ -51,8 +66,12 @@ class RunStep:
 
     @property
     def drafted_share(self) -> float:
-        """Blocks with drafts over all that could have had some: the first of each response follows the prompt."""
-        blocks = sum(self.k_histogram.values()) - len(self.lengths)
+        """Blocks with drafts over all for which some were asked: the first of each response follows the prompt."""
+        without = len(self.lengths)
+        if self.batch_by_step:
+            # The sequences of the first step are both in it and in the steps that asked for no drafts.
+            without += sum(steps * live for steps, live, k in self.batch_by_step if k == 0) - self.batch_by_step[0][1]
+        blocks = sum(self.k_histogram.values()) - without
         return min(1.0, sum(n for k, n in self.k_histogram.items() if k > 0) / blocks) if blocks > 0 else 0.0
 
 
@@ -78,6 +97,11 @@ class Run:
     @property
     def method(self) -> str:
         return str(self.config["draft"]["method"])
+
+    @property
+    def adaptive(self) -> bool:
+        """Whether k was chosen before every engine step."""
+        return self.config["draft"].get("choose_k") == "adaptive"
 
     @property
     def group_size(self) -> int:
@@ -138,6 +162,7 @@ def _step(record: Mapping[str, Any]) -> RunStep:
         k_histogram={int(k): int(blocks) for k, blocks in record["k_histogram"].items()},
         stage_s=dict(record["stage_s"]),
         engine_steps=int(record["engine_steps"]),
+        batch_by_step=tuple((int(steps), int(live), int(k)) for steps, live, k in record.get("batch_by_step", ())),
     )
 
 
@@ -160,6 +185,10 @@ class Check:
     predicted_steps: float
     """Engine steps: what is wrong in them is wrong in lengths and acceptances, not in the cost."""
     counted_steps: int
+    predicted_by_k: Mapping[int, float]
+    """k -> engine steps."""
+    counted_by_k: Mapping[int, int]
+    """The same; empty where the run does not say."""
 
     @property
     def error(self) -> float:
@@ -182,18 +211,42 @@ class Validation:
         return sum(check.predicted_s for check in checks) / sum(check.measured_s for check in checks) - 1.0
 
 
-def replay(run: Run, cost: Cost) -> Validation:
-    """Predict every step of `run`. Raises `ConfigError` where the cost was not measured at the run's k or batch."""
+def replay(run: Run, cost: Cost, costs: StepCosts | None = None) -> Validation:
+    """Predict every step of `run`; of an adaptive one k as well, by the rule of the run (`drafts.length`) on `costs`.
 
-    def check(step: RunStep) -> Check:
-        rollout = replay_step(step, cost, run.max_num_seqs)
-        return Check(step.step, rollout.makespan_s, step.stage_s["generate"], rollout.iterations, step.engine_steps)
+    The rule sees the acceptances of the run and the batches of the prediction. Steps in which it probes a longer k are
+    evidence for it, and are charged as if they had not probed: by the rule's own limit that is a small share of the
+    time. Raises `ConfigError` where the cost was not measured at the run's k or batch.
+    """
+    chooser = _chooser(run, costs) if run.adaptive else None
+    checks = []
+    for step in run.steps:
+        if chooser is None:
+            acceptance = Acceptance(_every_block(step), origin=Origin("measured", "the step")) if step.k else None
+            rollout = replay_step(step, cost, run.max_num_seqs, step.k, acceptance)
+        else:
+            acceptance = _acceptance_up_to(chooser.num_draft_tokens, step, run)
+            schedule: Schedule | int = chooser.usual if acceptance else 0
+            rollout = replay_step(step, cost, run.max_num_seqs, schedule, acceptance)
+            if acceptance:
+                chooser.observe(_expected_blocks(rollout, acceptance, chooser))
+        checks.append(
+            Check(
+                step.step,
+                rollout.makespan_s,
+                step.stage_s["generate"],
+                rollout.iterations,
+                step.engine_steps,
+                rollout.iterations_by_k(),
+                step.steps_by_k,
+            )
+        )
+    return Validation(tuple(checks), first_counts=len(checks) == 1)
 
-    checks = tuple(check(step) for step in run.steps)
-    return Validation(checks, first_counts=len(checks) == 1)
 
-
-def replay_step(step: RunStep, cost: Cost, max_num_seqs: int) -> Rollout:
+def replay_step(
+    step: RunStep, cost: Cost, max_num_seqs: int, schedule: Schedule | int, acceptance: Acceptance | None
+) -> Rollout:
     """The rollouts of one step on one engine.
 
     The step that takes in a prompt samples one token, whatever k is: a response of T tokens takes 1 + (T - 1) / g steps
@@ -201,8 +254,8 @@ def replay_step(step: RunStep, cost: Cost, max_num_seqs: int) -> Rollout:
     """
     engines = Engines(1, max_num_seqs, prefix_sharing=False)
     count = len(step.lengths)
-    acceptance = Acceptance(_every_block(step), origin=Origin("measured", "the step")) if step.k else None
-    gain = float(acceptance.tokens(step.k)) if acceptance else 1.0
+    first_k = schedule if isinstance(schedule, int) else schedule(min(count, max_num_seqs))
+    gain = float(acceptance.tokens(first_k)) if acceptance else 1.0
     requests = Requests(
         np.asarray(step.lengths) - 1 + gain,
         np.full(count, round(step.prompt_tokens)),
@@ -210,13 +263,53 @@ def replay_step(step: RunStep, cost: Cost, max_num_seqs: int) -> Rollout:
         np.zeros(count),
         np.zeros(count),
     )
-    return simulate_rollout(requests, cost, acceptance, step.k, engines)
+    return simulate_rollout(requests, cost, acceptance, schedule, engines)
+
+
+def _chooser(run: Run, costs: StepCosts | None) -> LengthChooser:
+    if costs is None:
+        raise ConfigError(f"{run.path} chose k before every engine step: to replay it, its profile is needed")
+    draft = run.config["draft"]
+    try:
+        return LengthChooser(
+            costs, num_draft_tokens=int(draft["num_draft_tokens"]), probe_share=float(draft["probe_share"])
+        )
+    except ValueError as error:
+        raise ConfigError(f"--profile -> does not reach the k of {run.path}: {error}") from error
+
+
+def _acceptance_up_to(k: int, step: RunStep, run: Run) -> Acceptance | None:
+    """Of the step, or of the run where the step had no drafts; None where the run had none.
+
+    A position that was never drafted is taken to be like the one before it, as the rule takes it.
+    """
+    whole = run.acceptance()
+    measured = () if whole is None else whole.conditional
+    conditional: tuple[float, ...] = _every_block(step) if step.conditional else measured
+    if not conditional:
+        return None
+    conditional += (conditional[-1],) * (k - len(conditional))
+    return Acceptance(conditional, origin=Origin("measured", "the step"))
+
+
+def _expected_blocks(rollout: Rollout, acceptance: Acceptance, chooser: LengthChooser) -> list[Block]:
+    """What the rule would see of such a rollout: so many blocks of each batch, k and number of accepted drafts."""
+    rows: Counter[tuple[int, int]] = Counter()
+    segments = rollout.segments
+    for live, iterations in zip(segments.live.tolist(), segments.iterations.tolist(), strict=True):
+        for _ in range(round(iterations)):
+            rows[live, chooser.choose(live)] += live
+    blocks: list[Block] = []
+    for (live, k), count in rows.items():
+        at_least = np.round(count * np.cumprod([1.0, *acceptance.conditional[:k]]))
+        for accepted, number in enumerate(at_least - np.append(at_least[1:], 0.0)):
+            blocks += [Block((0,) * k, accepted, (0,) * (accepted + 1), live, k)] * int(number)
+    return blocks
 
 
 def _every_block(step: RunStep) -> tuple[float, ...]:
     """[k] conditional acceptances among all blocks: one in which a look-up found nothing accepts nothing."""
-    conditional = step.conditional[: step.k]
-    return (conditional[0] * step.drafted_share, *conditional[1:])
+    return (step.conditional[0] * step.drafted_share, *step.conditional[1:])
 
 
 def check_profile(run: Run, profile: Mapping[str, Any], path: Path) -> None:

@@ -303,6 +303,11 @@ class Certificate:
         for slot, chosen_N in _by_value(torch.as_tensor(slots_N).cpu()):
             self._acceptance.setdefault(slot, _Moments()).add(deviation_N[chosen_N], variance_N[chosen_N])
 
+    @property
+    def num_tokens(self) -> int:
+        """All tokens so far, those outside the kept set included."""
+        return self._all.moments.count + self._all.outside
+
     def merge(self, other: Certificate) -> None:
         """Add the sums of another certificate (another step, rank or process) to this one."""
         self._all.merge(other._all)

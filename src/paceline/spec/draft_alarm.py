@@ -16,6 +16,13 @@ rate, however often one looks (as in `spec.certificate`, for which the second wo
     acceptance     mean over b < 0 of exp(sum(b a - log(1 - c p (1 - e^b)))),  a = 1[accepted], c = 1 - ALLOWED_LOSS
 
 Both hold for every draft that disagrees with probability at most s per block, and is accepted with at least c p.
+
+A draft may die late, and a bet that has lost for long would take as long to win it back. So a new stake of 1 joins
+every bet at every step of training (`DraftEvidence.after`; a Shiryaev-Roberts sum, as in the e-detectors of
+arXiv:2203.03532): the mean of M is then at most the number of stakes, and the probability that a right draft has ever
+raised the alarm at most that number times the rate (Doob's inequality). What the blocks of a step can show by
+themselves is seen in that step, whatever came before.
+
 Their power, where acceptance 0.5 is predicted (measured; median and largest of 100 seeds). Found after so many blocks:
 a draft that always disagrees 6, one that disagrees in a fifth of them 126 (243); one that is never accepted 32, one
 accepted at 0.25 167 (360), at 0.4 1,595 (2,560).
@@ -29,7 +36,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 ALARM_RATE = 1e-6
-"""Chance that a right draft ever raises the alarm by either bet, half of it for each, until the sums start anew."""
+"""Chance per step of training that a right draft raises the alarm by either bet, half of it for each."""
 ALARM_LOG_M = math.log(2.0 / ALARM_RATE)
 ALLOWED_SHARE = 0.05
 """Fraction of blocks in which the engine may draft another id than the trainer's copy: the two round differently."""
@@ -45,12 +52,13 @@ DISAGREEMENT_BETS = (0.2, 0.5, 1.0, 2.0, 4.0)
 
 @dataclass(slots=True)
 class DraftEvidence:
-    """Sums over the first slots of blocks that had a draft. Of one step, one rank or a whole run: `merge` adds them.
+    """Sums over the first slots of blocks that had a draft, of one step, and what the bets stood at before it.
 
     Example::
 
-        run.merge(first_slot_evidence(...))
-        reason = draft_alarm(run)
+        evidence = evidence.after()
+        evidence.merge(first_slot_evidence(...))
+        reason = draft_alarm(evidence)
     """
 
     num_blocks: int = 0
@@ -66,6 +74,9 @@ class DraftEvidence:
     """Blocks since the last acceptance, in the order in which they were added."""
     log_means: list[float] = field(default_factory=lambda: [0.0] * len(ACCEPTANCE_BETS))
     """Per bet b: sum of log(1 - c p (1 - e^b))."""
+    acceptance_stakes: list[float] = field(default_factory=lambda: [0.0] * len(ACCEPTANCE_BETS))
+    """Per bet: log of what it stood at as the step began."""
+    disagreement_stakes: list[float] = field(default_factory=lambda: [0.0] * len(DISAGREEMENT_BETS))
 
     def add(self, probability: float, accepted: bool, agreed: bool) -> None:
         """Add one block. `probability`: p, a fraction. All that is known before its verdict may select a block."""
@@ -79,7 +90,7 @@ class DraftEvidence:
             self.log_means[place] += math.log1p((1.0 - ALLOWED_LOSS) * probability * math.expm1(bet))
 
     def merge(self, later: DraftEvidence) -> None:
-        """Add the sums of other blocks, sampled later or at the same time."""
+        """Add the sums of other blocks of the step. The bets go on from what ours stood at."""
         self.num_blocks += later.num_blocks
         self.accepted += later.accepted
         self.agreed += later.agreed
@@ -88,23 +99,35 @@ class DraftEvidence:
         self.unaccepted_run = later.unaccepted_run + (0 if later.accepted else self.unaccepted_run)
         self.log_means = [mine + theirs for mine, theirs in zip(self.log_means, later.log_means, strict=True)]
 
-    @property
-    def log_m_acceptance(self) -> float:
-        """log of the acceptance martingale; 0 at the start, `ALARM_LOG_M` is the alarm."""
-        return _log_mean_exp(
-            [bet * self.accepted - mean for bet, mean in zip(ACCEPTANCE_BETS, self.log_means, strict=True)]
+    def after(self) -> DraftEvidence:
+        """Of the next step, without a block so far: every bet goes on, and a new stake joins it."""
+        return DraftEvidence(
+            unaccepted_run=self.unaccepted_run,
+            acceptance_stakes=[_log_sum_exp([0.0, capital]) for capital in self._acceptance_capital()],
+            disagreement_stakes=[_log_sum_exp([0.0, capital]) for capital in self._disagreement_capital()],
         )
 
     @property
+    def log_m_acceptance(self) -> float:
+        """log of the mean of the acceptance bets; 0 at the start, `ALARM_LOG_M` is the alarm."""
+        return _log_sum_exp(self._acceptance_capital()) - math.log(len(ACCEPTANCE_BETS))
+
+    @property
     def log_m_disagreement(self) -> float:
-        """log of the disagreement martingale."""
+        """log of the mean of the disagreement bets."""
+        return _log_sum_exp(self._disagreement_capital()) - math.log(len(DISAGREEMENT_BETS))
+
+    def _acceptance_capital(self) -> list[float]:
+        """Per bet: log of what it stands at."""
+        bets = zip(self.acceptance_stakes, ACCEPTANCE_BETS, self.log_means, strict=True)
+        return [stake + bet * self.accepted - log_mean for stake, bet, log_mean in bets]
+
+    def _disagreement_capital(self) -> list[float]:
         disagreed = self.num_blocks - self.agreed
-        return _log_mean_exp(
-            [
-                bet * disagreed - self.num_blocks * math.log1p(ALLOWED_SHARE * math.expm1(bet))
-                for bet in DISAGREEMENT_BETS
-            ]
-        )
+        return [
+            stake + bet * disagreed - self.num_blocks * math.log1p(ALLOWED_SHARE * math.expm1(bet))
+            for stake, bet in zip(self.disagreement_stakes, DISAGREEMENT_BETS, strict=True)
+        ]
 
     def report(self) -> dict[str, float | int | None]:
         """What a line of metrics needs; shares are fractions, None without a block."""
@@ -123,8 +146,8 @@ class DraftEvidence:
     def state_dict(self) -> dict[str, object]:
         """JSON-serialisable; floats survive a round trip bit for bit."""
         return {
-            "bets": list(ACCEPTANCE_BETS),
-            "allowed_loss": ALLOWED_LOSS,
+            "bets": [*ACCEPTANCE_BETS, *DISAGREEMENT_BETS],
+            "allowed": [ALLOWED_LOSS, ALLOWED_SHARE],
             "num_blocks": self.num_blocks,
             "accepted": self.accepted,
             "agreed": self.agreed,
@@ -132,26 +155,30 @@ class DraftEvidence:
             "variance": self.variance,
             "unaccepted_run": self.unaccepted_run,
             "log_means": list(self.log_means),
+            "acceptance_stakes": list(self.acceptance_stakes),
+            "disagreement_stakes": list(self.disagreement_stakes),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Replace all sums by those of a `state_dict`. Raises ValueError when its bets are not ours."""
-        if tuple(state["bets"]) != ACCEPTANCE_BETS or state["allowed_loss"] != ALLOWED_LOSS:
-            raise ValueError("sums of draft evidence of another version (bets or allowed loss differ): start anew.")
+        ours = self.state_dict()
+        if any(state.get(name) != ours[name] for name in ("bets", "allowed")):
+            raise ValueError("sums of draft evidence of another version (other bets or allowances): start anew.")
         self.num_blocks = int(state["num_blocks"])
         self.accepted = int(state["accepted"])
         self.agreed = int(state["agreed"])
         self.predicted = float(state["predicted"])
         self.variance = float(state["variance"])
         self.unaccepted_run = int(state["unaccepted_run"])
-        self.log_means = [float(value) for value in state["log_means"]]
+        for name in ("log_means", "acceptance_stakes", "disagreement_stakes"):
+            setattr(self, name, [float(value) for value in state[name]])
 
 
 def draft_alarm(evidence: DraftEvidence) -> str | None:
     """Why the engine's draft cannot be the trainer's, in one sentence; None while nothing speaks against it.
 
-    A draft that is right raises it with probability at most `ALARM_RATE` over all blocks of these sums. It stays up
-    once it has been raised: after the draft was repaired, go on with new evidence.
+    A draft that is right raises it with probability at most `ALARM_RATE` per step. After a wrong one was repaired the
+    bets lose again, and the alarm goes down by itself; new evidence is quicker.
     """
     reasons = []
     if evidence.log_m_disagreement >= ALARM_LOG_M:
@@ -175,6 +202,6 @@ def draft_alarm(evidence: DraftEvidence) -> str | None:
     )
 
 
-def _log_mean_exp(values: list[float]) -> float:
+def _log_sum_exp(values: list[float]) -> float:
     largest = max(values)
-    return largest + math.log(sum(math.exp(value - largest) for value in values) / len(values))
+    return largest + math.log(sum(math.exp(value - largest) for value in values))

@@ -13,7 +13,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from paceline.types import Block, EngineStats
+from paceline.types import Block, Completion, EngineStats
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +121,34 @@ def engine_stats(
         accepted_by_position=acceptance.accepted_by_position,
         live_batch=tuple(live_batch),
     )
+
+
+def mean_request_alpha(requests: Iterable[AcceptanceStats]) -> float | None:
+    """Mean over requests of each one's own acceptance length; None when none of them had a verify step.
+
+    Every request with a verify step weighs the same. The pooled figure, `alpha` of their sum, weighs it by its verify
+    steps, so that long responses decide it: speed follows that one, and this one says how a typical request fares.
+    """
+    alphas = [request.alpha for request in requests if request.alpha is not None]
+    return statistics.fmean(alphas) if alphas else None
+
+
+def emitted_by_origin(completions: Iterable[Completion]) -> dict[str, int]:
+    """How many tokens of the responses were an `accepted` draft, `recovered`, a `bonus`, or `plain` (no draft stood).
+
+    What a stop or the length limit cut off is not among them: together they are the tokens of the responses.
+    """
+    counts = dict.fromkeys(("accepted", "recovered", "bonus", "plain"), 0)
+    for completion in completions:
+        left = len(completion.token_ids)
+        for block in completion.blocks:
+            num_drafts, num_emitted = len(block.draft_token_ids), min(left, len(block.token_ids))
+            left -= num_emitted
+            num_accepted = min(num_emitted, block.num_accepted)
+            counts["accepted"] += num_accepted
+            last = "plain" if num_drafts == 0 else "bonus" if block.num_accepted == num_drafts else "recovered"
+            counts[last] += num_emitted - num_accepted
+    return counts
 
 
 def expected_tokens(conditional: Sequence[float], num_draft_tokens: int | None = None) -> float:

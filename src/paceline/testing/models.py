@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ from transformers import PreTrainedModel, Qwen2Config, Qwen3Config, Qwen3ForCaus
 
 from paceline.models.eagle3 import Eagle3Config, Eagle3Head
 from paceline.models.mimo import MiMoForCausalLM
+from paceline.spec.sampling import policy_probs
+from paceline.types import Sampling
 
 
 def random_policy(
@@ -106,3 +109,29 @@ def random_head(
     head = Eagle3Head.initialize(config, policy, draft_ids, torch.Generator().manual_seed(seed))
     head.export(folder)
     return head
+
+
+def against(policy: PreTrainedModel) -> PreTrainedModel:
+    """A copy whose logits are those of `policy` with the other sign: a draft of it is what the policy says least."""
+    opposite = copy.deepcopy(policy)
+    output = opposite.get_output_embeddings()
+    assert isinstance(output, torch.nn.Linear)
+    with torch.no_grad():
+        # A parameter of its own, also where it was tied to the embedding.
+        output.weight = torch.nn.Parameter(-output.weight)
+    opposite.config.tie_word_embeddings = False
+    return opposite
+
+
+@torch.no_grad()
+def exact_law(policy: PreTrainedModel, prompt: tuple[int, ...], sampling: Sampling) -> dict[tuple[int, ...], float]:
+    """Every response and its probability, from the policy's logits on whole sequences: no engine, no cache."""
+    law: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(sampling.max_tokens):
+        open_ends = [tokens for tokens in law if not tokens or tokens[-1] not in sampling.stop_token_ids]
+        logits = policy(torch.tensor([[*prompt, *tokens] for tokens in open_ends])).logits[:, -1]
+        longer = {tokens: mass for tokens, mass in law.items() if tokens and tokens[-1] in sampling.stop_token_ids}
+        for tokens, probs in zip(open_ends, policy_probs(logits.double(), sampling).tolist(), strict=True):
+            longer |= {(*tokens, token): law[tokens] * p for token, p in enumerate(probs) if p > 0}
+        law = longer
+    return law

@@ -166,6 +166,6 @@ def tiny_parts(
 
 def without_seconds(record: Mapping[str, Any]) -> dict[str, Any]:
     """A line of metrics.jsonl without what a clock decides."""
-    kept = {key: value for key, value in record.items() if key != "stage_s"}
+    kept = {key: value for key, value in record.items() if key not in ("stage_s", "engine_s")}
     kept["live_batch"] = [change[1] for change in record["live_batch"]]
     return kept

@@ -148,6 +148,10 @@ class Acceptance:
     reached: tuple[float, ...]
     """[K] expected number of blocks that reach slot j: the trials of `conditional`."""
     num_blocks: int
+    standard_error: float
+    """Of `alpha`, from answer to answer (blocks of one answer are not independent); NaN of fewer than two answers."""
+    num_answers: int
+    """Those with a block."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -567,18 +571,21 @@ def predicted_acceptance(
     judged = policy_features(policy, extended, head.aux_layers)
 
     visits, accepted = [0.0] * num_draft_tokens, [0.0] * num_draft_tokens
-    num_blocks = 0
+    by_answer: list[tuple[int, float]] = []
+    """(blocks, accepted drafts)"""
     for answer, walk, feature in zip(answers, walks, judged, strict=True):
         probs = _probs_of_drafts(policy, feature, walk, sampling)
-        reached = 1.0
+        reached, before = 1.0, sum(accepted)
         for slot, prob in zip(walk, probs, strict=True):
-            num_blocks += slot.slot == 0
             if slot.position <= len(answer.token_ids):
                 reached = 1.0
             visits[slot.slot] += reached
             accepted[slot.slot] += reached * prob
             if slot.position >= len(answer.token_ids):
                 reached *= prob
+        if walk:
+            by_answer.append((walk[-1].block + 1, sum(accepted) - before))
+    num_blocks = sum(blocks for blocks, _ in by_answer)
     return Acceptance(
         alpha=1 + sum(accepted) / num_blocks if num_blocks else math.nan,
         conditional=tuple(
@@ -587,7 +594,18 @@ def predicted_acceptance(
         marginal=tuple(number / num_blocks if num_blocks else math.nan for number in accepted),
         reached=tuple(visits),
         num_blocks=num_blocks,
+        standard_error=_standard_error_of_ratio(by_answer),
+        num_answers=len(by_answer),
     )
+
+
+def _standard_error_of_ratio(pairs: Sequence[tuple[int, float]]) -> float:
+    """Of sum(y) / sum(x) over independent pairs (x, y), by linearisation; NaN of fewer than two."""
+    if len(pairs) < 2:
+        return math.nan
+    total = sum(x for x, _ in pairs)
+    ratio = sum(y for _, y in pairs) / total
+    return math.sqrt(len(pairs) / (len(pairs) - 1) * sum((y - ratio * x) ** 2 for x, y in pairs)) / total
 
 
 def _greedy_chains(policy: PreTrainedModel, head: DraftHead, batch: Batch, num_draft_tokens: int) -> torch.Tensor:

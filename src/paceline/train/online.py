@@ -41,6 +41,7 @@ from paceline.train.draft import (
     fill_rows,
     predicted_acceptance,
 )
+from paceline.train.level import AcceptanceLevel
 from paceline.train.logprobs import Sample
 from paceline.types import Sampling
 
@@ -48,11 +49,6 @@ PROBE_SAMPLES = 8
 """Rollouts of a step on which the draft is judged before it learns from any, at most,"""
 PROBE_TOKENS = 1024
 """and as many as surely have no more prompt and response tokens than this, but never fewer than two."""
-NEWEST_WEIGHT = 0.5
-"""Of the newest prediction in the running level that `below_peak` compares: a few rollouts make a noisy one."""
-BELOW_PEAK = 0.02
-"""How far, as a fraction, the level has to be below its peak for `below_peak` to train: the peak of a noisy series is
-above its mean, and without a margin nearly every step would count as below."""
 MIN_TOKENS = 3
 """A shorter sequence has no position that a draft could propose."""
 
@@ -114,8 +110,7 @@ class OnlineDraft:
         self._trainer = DraftTrainer(head, policy, depth, config.online_lr, None, sampling.temperature)
         self._generator = torch.Generator().manual_seed(seed)
         self._trained_at = 0
-        self._level: float | None = None
-        self._peak: float | None = None
+        self._level = AcceptanceLevel()
 
     def weights(self) -> dict[str, torch.Tensor] | None:
         """Copies under their exported names, to be published and saved; None: they are among the policy's tensors."""
@@ -148,10 +143,7 @@ class OnlineDraft:
             self._sampling,
             features,
         )
-        if math.isfinite(acceptance.alpha):
-            level = acceptance.alpha if self._level is None else self._level
-            self._level = level + NEWEST_WEIGHT * (acceptance.alpha - level)
-            self._peak = self._level if self._peak is None else max(self._peak, self._level)
+        self._level.add(acceptance.alpha, acceptance.standard_error, acceptance.num_answers)
         return acceptance
 
     def lesson(
@@ -201,6 +193,7 @@ class OnlineDraft:
         if losses:
             self.version += 1
             self._trained_at = policy_version
+            self._level.trained()
         elif self._is_due(policy_version) and lag > self.config.online_max_lag:
             alarms.append(
                 f"draft: it last learned {lag} policy versions ago, more than draft.online_max_lag "
@@ -217,13 +210,12 @@ class OnlineDraft:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """All but the weights: optimiser, schedule, versions, the level and its peak, the generator."""
+        """All but the weights: optimiser, schedule, versions, the level and its best, the generator."""
         return {
             **self._trainer.state_dict(),
             "version": self.version,
             "trained_at": self._trained_at,
-            "level": self._level,
-            "peak": self._peak,
+            "level": self._level.state_dict(),
             "generator": self._generator.get_state(),
         }
 
@@ -238,16 +230,13 @@ class OnlineDraft:
         self._trainer.load_state_dict(state)
         self.version = state["version"]
         self._trained_at = state["trained_at"]
-        self._level = state["level"]
-        self._peak = state["peak"]
+        self._level.load_state_dict(state["level"])
         self._generator.set_state(state["generator"])
 
     def _is_due(self, policy_version: int) -> bool:
         if self.config.online == "off" or (policy_version + 1) % self.config.online_every:
             return False
-        if self.config.online == "always":
-            return True
-        return self._level is not None and self._peak is not None and self._level < (1.0 - BELOW_PEAK) * self._peak
+        return self.config.online == "always" or self._level.is_below_best
 
     def _reader(self, samples: Sequence[Sample], indices: Sequence[int]) -> FeatureReader:
         answers = {

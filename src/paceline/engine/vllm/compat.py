@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -108,12 +108,12 @@ def install_plain_steps(runner: Any) -> list[str]:
     from paceline.engine.vllm.plain import PlainSteps
 
     config = runner.speculative_config
-    if config is None or not current_platform.is_cpu() or config.uses_draft_model():
+    if config is None or not current_platform.is_cpu():
         return []
     names = ["plain_steps"]
     runner.deferred_drafter = None
-    if config.use_eagle():
-        if config.disable_padded_drafter_batch or runner.drafter.needs_extra_input_slots:
+    if config.use_eagle() or config.uses_draft_model():
+        if config.disable_padded_drafter_batch or config.parallel_drafting:
             raise EngineError(
                 f"vLLM {vllm_version()} hands this drafter other inputs than paceline.engine.vllm.deferred keeps for "
                 "it. Narrow SUPPORTED in paceline.engine.vllm.compat."
@@ -122,6 +122,41 @@ def install_plain_steps(runner: Any) -> list[str]:
         names.append("deferred_drafter")
     runner.plain_steps = PlainSteps(runner, runner.rejection_sampler, runner.deferred_drafter)
     return names
+
+
+def forget_deferred(runner: Any) -> None:
+    """Before a generate call: nothing that the drafter has not read of earlier calls is kept."""
+    if getattr(runner, "deferred_drafter", None) is not None:
+        runner.deferred_drafter.forget()
+
+
+def install_draft_limit(runner: Any, on_none: Callable[[], None]) -> list[str]:
+    """Near the length limit nothing is drafted, and the drafter misses nothing. Returns the names.
+
+    Where k more tokens behind the longest sequence do not fit, vLLM 0.32.0 does not run the drafter, whose keys and
+    values then have holes, and drafts k times token 0 for the whole batch, whatever was asked for
+    (`GPUModelRunner.sample_tokens`). Such a step counts as one in which k = 0 was asked for; `on_none` hears of it.
+    """
+    if runner.speculative_config is None:
+        return []
+    if "zeros_only=True" not in inspect.getsource(type(runner).sample_tokens):
+        raise EngineError(
+            f"vLLM {vllm_version()} drafts something else than zeros near its length limit: the repair in "
+            "paceline.engine.vllm.compat is for a fault that is gone. Remove it and narrow SUPPORTED."
+        )
+    fits, propose = runner._input_fits_in_drafter, runner.propose_draft_token_ids
+
+    def propose_what_fits(scheduler_output: Any, *others: Any) -> Any:
+        common_attn_metadata, _ = others[-2:]
+        # Without it no drafter runs that has a limit of its own: look-ups end where the text may end.
+        if common_attn_metadata is not None and not fits(common_attn_metadata):
+            scheduler_output.num_spec_tokens_to_schedule = 0
+            on_none()
+        return propose(scheduler_output, *others)
+
+    runner._input_fits_in_drafter = lambda common_attn_metadata: common_attn_metadata is not None
+    runner.propose_draft_token_ids = propose_what_fits
+    return ["draft_limit"]
 
 
 def expand_batch_to_tokens(

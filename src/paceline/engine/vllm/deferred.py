@@ -4,20 +4,30 @@ vLLM 0.32 runs the drafter in every step, also where k = 0 was asked for, so tha
 policy's. What it would have read is kept here instead, and read in one pass of many tokens when drafts are wanted
 again, or when a prompt comes in: prompts are always read at once, because other requests may share their blocks.
 
-What a drafter of the EAGLE kind reads at position t is the policy's hidden state there and token t + 1. Nothing of it
-depends on the drafts, so late is as good as at once. Only for requests that have ended by then nothing is read: a
-later prompt that repeats such a response and finds its blocks in the prefix cache is drafted for with holes, which
-costs acceptance and never changes the law of what is sampled.
+What a drafter of the EAGLE kind reads at position t is the policy's hidden state there and token t + 1; a draft model
+reads token t alone. Nothing of it depends on the drafts, so late is as good as at once. Only for requests that have
+ended by then nothing is read: a later prompt that repeats such a response and finds its blocks in the prefix cache is
+drafted for with holes, which costs acceptance and never changes the law of what is sampled.
+
+What is kept never takes more than `KEPT_BYTES`, nor more tokens than one pass of the drafter reads: the step that would
+exceed either reads it, and itself. At most half of it belongs to requests that have ended; a generate call begins with
+nothing.
 
 Legend: B rows of the batch, W = most tokens sampled by a row in the step, N tokens of the step, T tokens kept.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+KEPT_BYTES = 256 << 20
+"""Hidden states kept at one time, at most: those of 10,922 tokens of a policy with H = 4096 and three layers that are
+read, in bfloat16."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,23 +41,49 @@ class _Kept:
     token_ids: list[int]
     """[T] the token behind each position."""
     states: list[torch.Tensor]
-    """[T, ...] the policy's hidden states, one tensor per layer that is read."""
+    """[T, ...] the policy's hidden states, one tensor per layer that is read; none for a draft model."""
+
+    @property
+    def num_bytes(self) -> int:
+        """What the states hold on to: a view keeps all of its tensor."""
+        return sum(states.untyped_storage().nbytes() for states in self.states)
+
+    def of(self, request_ids: Collection[str]) -> _Kept:
+        """The part that belongs to some requests."""
+        places = [place for place, request_id in enumerate(self.request_ids) if request_id in request_ids]
+        return _Kept(
+            [self.request_ids[place] for place in places],
+            [self.positions[place] for place in places],
+            [self.token_ids[place] for place in places],
+            [states[places] for states in self.states],
+        )
 
 
 class DeferredDrafter:
-    """Wraps `propose_draft_token_ids` of one vLLM model runner (`GPUModelRunner`, 0.32) whose draft is EAGLE-like."""
+    """Wraps `propose_draft_token_ids` of one vLLM model runner (`GPUModelRunner`, 0.32).
+
+    Its draft is EAGLE-like, or a draft model.
+    """
 
     def __init__(self, runner: Any) -> None:
         self._runner = runner
+        self._reads_states = bool(runner.drafter.pass_hidden_states_to_model)
+        # A draft model reads the token behind the last one kept, too: one place more per row.
+        self._room = runner.drafter.max_num_tokens - (0 if self._reads_states else runner.drafter.max_batch_size)
         self._propose = runner.propose_draft_token_ids
         runner.propose_draft_token_ids = self._propose_or_keep
+        self._token_bytes = 0
+        """Of the states of one token, once some have been seen."""
         self.forget()
 
     def forget(self) -> None:
-        """Drop what is kept: the requests it belongs to have ended."""
+        """Drop what is kept: it has been read, or the requests it belongs to have ended."""
         self._kept: list[_Kept] = []
         """One per step."""
-        self._num_kept = 0
+        self._tokens: Counter[str] = Counter()
+        """By request."""
+        self.num_bytes = 0
+        """Of all states that are kept."""
 
     def _propose_or_keep(
         self,
@@ -82,8 +118,11 @@ class DeferredDrafter:
         )
 
     def has_room(self, num_tokens: int) -> bool:
-        """Whether so many more tokens can be kept: what is kept must fit one pass of the drafter."""
-        return self._num_kept + num_tokens <= self._runner.drafter.max_num_tokens
+        """Whether so many more tokens can be kept."""
+        return (
+            self._tokens.total() + num_tokens <= self._room
+            and self.num_bytes + num_tokens * self._token_bytes <= KEPT_BYTES
+        )
 
     def keep_plain(
         self, tokens_B1: list[list[int]], hidden_states: torch.Tensor, aux_hidden_states: list[torch.Tensor] | None
@@ -121,13 +160,31 @@ class DeferredDrafter:
     def _keep(
         self, request_ids: list[str], positions: list[int], token_ids: list[int], states: list[torch.Tensor]
     ) -> None:
-        self._kept.append(_Kept(request_ids, positions, token_ids, states))
-        self._num_kept += len(token_ids)
+        self._drop_ended()
+        step = _Kept(request_ids, positions, token_ids, states)
+        self._kept.append(step)
+        self._tokens.update(request_ids)
+        self.num_bytes += step.num_bytes
+        self._token_bytes = step.num_bytes // len(token_ids)
+
+    def _drop_ended(self) -> None:
+        """Once half of what is kept is of requests that have ended: then a token is copied once, on average."""
+        running = self._runner.requests
+        num_ended = sum(count for request_id, count in self._tokens.items() if request_id not in running)
+        if 2 * num_ended <= self._tokens.total():
+            return
+        kept = [step.of(running) for step in self._kept]
+        self.forget()
+        self._kept = [step for step in kept if step.token_ids]
+        self._tokens.update(request_id for step in self._kept for request_id in step.request_ids)
+        self.num_bytes = sum(step.num_bytes for step in self._kept)
 
     def _states(
         self, num_tokens: int, hidden_states: torch.Tensor, aux_hidden_states: list[torch.Tensor] | None
     ) -> list[torch.Tensor]:
         """Parts [N, ...] of what the drafter reads of the policy, as `propose_draft_token_ids` puts it together."""
+        if not self._reads_states:
+            return []
         if aux_hidden_states is not None:
             return [states[:num_tokens] for states in aux_hidden_states]
         other = getattr(self._runner.get_model(), "get_mtp_target_hidden_states", lambda: None)()
@@ -148,13 +205,20 @@ class DeferredDrafter:
         rows_T = rows_T.to(device)
         positions_T = torch.tensor([position for step in kept for position in step.positions], device=device)
         tokens_T = torch.tensor([token for step in kept for token in step.token_ids], dtype=torch.int32, device=device)
-        states_TH = torch.cat([torch.cat(step.states, -1) for step in kept])
         # By row; within one the order of the steps is that of the positions.
         order = rows_T.argsort(stable=True)
         order = order[rows_T[order] >= 0]
         if len(order) == 0:
             return
-        rows_T, positions_T, tokens_T, states_TH = rows_T[order], positions_T[order], tokens_T[order], states_TH[order]
+        rows_T, positions_T, tokens_T = rows_T[order], positions_T[order], tokens_T[order]
+        if self._reads_states:
+            states_TH = torch.cat([torch.cat(step.states, -1) for step in kept])[order]
+            # `propose` moves the tokens of a row one to the front and puts the last one behind them.
+            read_T = tokens_T.roll(1)
+        else:
+            # It leaves them where they are and puts one more behind them; the first is read a second time.
+            states_TH = None
+            read_T = self._runner.input_batch.token_ids_cpu_tensor[rows_T.cpu(), positions_T.cpu()].to(device)
         rows, counts = rows_T.unique_consecutive(return_counts=True)
         ends = counts.cumsum(0)
         starts = torch.nn.functional.pad(ends, (1, 0)).int()
@@ -174,10 +238,9 @@ class DeferredDrafter:
             slot_mapping=blocks_T * size + positions_T % size,
             causal=True,
         )
-        # `propose` moves the tokens of a row one to the front and puts the last one behind them.
         drafter.propose(
             num_speculative_tokens=0,
-            target_token_ids=tokens_T.roll(1),
+            target_token_ids=read_T,
             target_positions=positions_T,
             target_hidden_states=states_TH,
             next_token_ids=tokens_T[ends - 1],

@@ -13,7 +13,7 @@ from typing import Any, assert_never
 import torch
 from safetensors import safe_open
 
-from paceline.config.run import Draft, Eagle3Draft, HistoryDraft, MtpDraft, NgramDraft, NoDraft
+from paceline.config.run import Draft, DraftModelDraft, Eagle3Draft, HistoryDraft, MtpDraft, NgramDraft, NoDraft
 from paceline.config.run import VllmEngine as VllmEngineConfig
 from paceline.drafts.history import HistoryIndex
 from paceline.engine.base import Rollouts, check_draft_limit
@@ -38,7 +38,7 @@ INTEGERS = {"I64": torch.int64, "I32": torch.int32}
 class VllmEngine:
     """One live vLLM engine with its draft.
 
-    `folder` holds the policy as Hugging Face writes it; `draft_folder` an exported head, for `eagle3` only.
+    `folder` holds the policy as Hugging Face writes it; `draft_folder` an exported head, or the model of `draft_model`.
     `max_model_len` (tokens) bounds prompt plus response. Raises `EngineError` for an unsupported vLLM, `ModelError` for
     folders without weights, and `PublishError` when vLLM did not load what lies in them.
 
@@ -63,13 +63,15 @@ class VllmEngine:
 
         self.num_draft_tokens = num_draft_tokens(draft)
         self._drafts_with_mtp = isinstance(draft, MtpDraft) and self.num_draft_tokens > 0
+        self._is_frozen = isinstance(draft, DraftModelDraft)
+        """The draft is a model of its own, which no publish changes."""
         self.versions = versions or Versions(policy=0, draft=0 if draft_folder or self._drafts_with_mtp else -1)
         self._max_model_len = max_model_len
         self._logprob_share = config.logprob_share
         self._specs = {"policy": checkpoint_specs(folder)}
         if self._drafts_with_mtp:
             mtp.check_folder(folder, {name: spec.shape for name, spec in self._specs["policy"].items()})
-        elif draft_folder is not None and is_mimo(folder):
+        elif draft_folder is not None and not self._is_frozen and is_mimo(folder):
             raise ConfigError(
                 'draft.method is "eagle3" and the policy is a MiMo-style one, whose inner hidden states vLLM does not '
                 'hand out. Set draft.method = "mtp", or engine.kind = "reference".'
@@ -107,6 +109,7 @@ class VllmEngine:
         self.repairs += compat.install_sampler(self._runner) + compat.install_plain_steps(self._runner)
         self._recorder = BlockRecorder(self._runner)
         self._lengths = StepLengths(self.num_draft_tokens)
+        self.repairs += compat.install_draft_limit(self._runner, self._lengths.none_fit)
         self._engine.engine_core.engine_core.scheduler.dynamic_sd_lookup = self._lengths
         self.history: HistoryIndex | None = None
         if isinstance(draft, HistoryDraft) and self.num_draft_tokens > 0:
@@ -120,6 +123,8 @@ class VllmEngine:
         }
         self._num_publishes = 0
         self._unusable: dict[str, int] = {}
+        self._frozen: weights.Published | None = None
+        """What a draft model has to be after every publish."""
         self._check_loaded(folder, draft_folder)
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Rollouts:
@@ -138,6 +143,7 @@ class VllmEngine:
         began = time.perf_counter()
         self._recorder.start()
         self._lengths.start()
+        compat.forget_deferred(self._runner)
         if self.history is not None:
             self.history.start_call(request.prompt.token_ids for request in requests)
             self._runner.drafter.start()
@@ -171,7 +177,7 @@ class VllmEngine:
             engine_steps=self._recorder.num_steps,
             live_batch=self._recorder.live_batch(began),
         )
-        return Rollouts(completions, stats, seconds, self._recorder.steps(asked))
+        return Rollouts(completions, stats, seconds, self._recorder.steps(asked), self._recorder.seconds)
 
     def publish(self, policy: Weights, versions: Versions) -> PublishReport:
         """Load the policy into the live engine through vLLM's own reload, reset its caches, check every tensor.
@@ -182,12 +188,19 @@ class VllmEngine:
         published = self._take_in("policy", policy, versions.policy)
         draft = versions.draft if self._drafts_with_mtp else self.versions.draft
         self.versions = Versions(policy=versions.policy, draft=draft)
+        if self._frozen is not None:
+            self._check("draft", self._frozen, before=None)
         return self._report(published, began)
 
     def publish_draft(self, draft: Weights, versions: Versions) -> PublishReport:
         """The same for the draft's weights; what it shares with the policy must not move."""
         if "draft" not in self._specs:
             raise PublishError("This engine has no draft with weights: it cannot take a draft publish.")
+        if self._is_frozen:
+            raise PublishError(
+                'A draft was published, but with draft.method = "draft_model" the draft is frozen: it stays as it was '
+                "read from its folder."
+            )
         began = time.perf_counter()
         embedding = self._runner.get_model().model.embed_tokens
         before = embedding.weight.detach().clone()
@@ -204,11 +217,7 @@ class VllmEngine:
             log.forget()
 
     def limit_drafts(self, num_draft_tokens: int) -> None:
-        """See `RolloutEngine.limit_drafts`.
-
-        Where k more tokens would not fit `max_model_len`, vLLM drafts k times token 0 whatever was asked for
-        (`GPUModelRunner.sample_tokens`): rejected or accepted by the same rule, so the law is the same there too.
-        """
+        """See `RolloutEngine.limit_drafts`."""
         check_draft_limit(num_draft_tokens, self.num_draft_tokens)
         self._lengths.limit = num_draft_tokens
 
@@ -351,7 +360,7 @@ class VllmEngine:
 
     def _packed_names(self, what: str) -> frozenset[str]:
         if what == "draft":
-            return weights.packed_names(self._runner.drafter.model, renames=DRAFT_NAMES, skip=DRAFT_SHARED)
+            return weights.packed_names(self._runner.drafter.model, **self._draft_naming())
         names = weights.packed_names(self._runner.get_model())
         return names | mtp.packed_names(self._runner) if self._drafts_with_mtp else names
 
@@ -379,7 +388,7 @@ class VllmEngine:
             self._check_shares()
             weights.check_used(
                 self._runner.drafter.model, fingerprints, published.probes, what,
-                renames=DRAFT_NAMES, skip=DRAFT_SHARED, before=old.get("draft"),
+                before=old.get("draft"), **self._draft_naming(),
             )  # fmt: skip
             return
         trunk, head = split_state(fingerprints)
@@ -387,9 +396,18 @@ class VllmEngine:
         if self._drafts_with_mtp:
             mtp.check(self._runner, head, published.probes, before=old.get("draft"))
 
+    def _draft_naming(self) -> dict[str, Any]:
+        """How vLLM's names of the draft's tensors become those of its folder; a draft model has the same."""
+        return {} if self._is_frozen else {"renames": DRAFT_NAMES, "skip": DRAFT_SHARED}
+
     def _check_shares(self) -> None:
-        """Draft and policy share the embedding, which follows the policy, and nothing else."""
+        """Draft and policy share the embedding, which follows the policy, and nothing else; a draft model nothing."""
         draft, policy = self._runner.drafter.model, self._runner.get_model()
+        if self._is_frozen:
+            # Modules without weights are shared: vLLM has one rotary table for all layers that are alike.
+            if not {id(tensor) for tensor in draft.parameters()}.isdisjoint(map(id, policy.parameters())):
+                raise PublishError("Draft model and policy share tensors in vLLM: a publish would change both.")
+            return
         if draft.model.embed_tokens is not policy.model.embed_tokens:
             raise PublishError("The draft has an embedding of its own in vLLM: it would not follow the policy's.")
         if draft.lm_head is policy.lm_head:
@@ -409,6 +427,8 @@ class VllmEngine:
                     pass
             published.finish()
             self._check(what, published, before=None)
+            if what == "draft" and self._is_frozen:
+                self._frozen = published
 
 
 def _set_aside_mtp(
@@ -425,8 +445,8 @@ def _set_aside_mtp(
 def _with_room_for_drafts(folder: Path, max_model_len: int, num_draft_tokens: int) -> int:
     """The length vLLM is told, in tokens, where the policy has positions for more than a sequence may use.
 
-    vLLM 0.32 drafts for nobody in a step in which k more tokens behind the longest running sequence, its drafts
-    included, exceed this length (`GPUModelRunner._input_fits_in_drafter`), and leaves holes in the draft's keys.
+    Nobody gets drafts in a step in which k more tokens behind the longest running sequence, its drafts included, exceed
+    this length (`compat.install_draft_limit`).
     """
     positions = json.loads((folder / "config.json").read_text()).get("max_position_embeddings", max_model_len)
     return max(max_model_len, min(max_model_len + 2 * num_draft_tokens, positions))
@@ -448,7 +468,7 @@ def num_draft_tokens(draft: Draft) -> int:
     match draft:
         case NoDraft():
             return 0
-        case Eagle3Draft() | NgramDraft() | HistoryDraft() | MtpDraft():
+        case Eagle3Draft() | NgramDraft() | HistoryDraft() | MtpDraft() | DraftModelDraft():
             return draft.num_draft_tokens
         case _:
             assert_never(draft)
@@ -484,6 +504,16 @@ def speculative_config(draft: Draft, draft_folder: Path | None) -> dict[str, Any
             }
         case MtpDraft():
             return {"method": "mtp", "num_speculative_tokens": draft.num_draft_tokens}
+        case DraftModelDraft():
+            if draft_folder is None:
+                raise ModelError('draft.method = "draft_model" needs the folder of the draft model. Set draft.path.')
+            return {
+                "method": "draft_model",
+                "model": str(draft_folder),
+                "num_speculative_tokens": draft.num_draft_tokens,
+                # One-hot q; sampled drafts of vLLM do not draw from the generators of the requests.
+                "draft_sample_method": "greedy",
+            }
         case _:
             assert_never(draft)
 

@@ -38,6 +38,10 @@ class StepLengths:
         """What was asked for last: k of the drafts to be made in the step that runs now. 0 before the first step."""
         return self._asked[-1] if self._asked else 0
 
+    def none_fit(self) -> None:
+        """What was asked for last does not fit the length limit: nothing is drafted in the step that runs now."""
+        self._asked[-1] = 0
+
     def start(self) -> None:
         """Forget what was asked for so far."""
         self._asked.clear()

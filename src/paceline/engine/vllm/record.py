@@ -2,7 +2,8 @@
 
 vLLM returns tokens only. Its sampling call has more: the drafted ids (`SpecDecodeMetadata.draft_token_ids`, flattened
 over the batch), and the committed prefix of every row. `BlockRecorder` wraps that one call of a model runner, keeps
-references while the engine runs, and builds `types.Block` lists afterwards: a step pays for one list append.
+references while the engine runs, and builds `types.Block` lists afterwards: a step pays for one list append. It also
+reads the clock around that call, the policy's pass and the drafter: `EngineSeconds` says what the times mean.
 
 Legend: B rows of the batch, K most draft tokens of a row.
 """
@@ -16,7 +17,8 @@ from typing import Any
 
 import torch
 
-from paceline.engine.base import EngineStep
+from paceline.engine.base import EngineSeconds, EngineStep
+from paceline.engine.clock import EngineClock
 from paceline.errors import EngineError
 from paceline.types import Block
 
@@ -41,14 +43,20 @@ class _Step:
 
 
 class BlockRecorder:
-    """Wraps `_sample(logits, spec_decode_metadata)` of one vLLM model runner (`GPUModelRunner`, 0.32)."""
+    """Wraps `_sample(logits, spec_decode_metadata)` of one vLLM model runner (`GPUModelRunner`, 0.32).
+
+    And its `execute_model` and `propose_draft_token_ids`, for the clock alone: make it behind all that replaces them.
+    """
 
     def __init__(self, runner: Any) -> None:
         self._runner = runner
         self._steps: list[_Step] = []
         self._began = time.perf_counter(), time.process_time()
-        self._sample = runner._sample
+        self._clock = EngineClock()
+        self._sample = self._clock.timed("sample", runner._sample)
         runner._sample = self._record
+        runner.execute_model = self._clock.timed("verify", runner.execute_model)
+        runner.propose_draft_token_ids = self._clock.timed("draft", runner.propose_draft_token_ids)
 
     def _record(self, logits: torch.Tensor | None, spec_decode_metadata: Any) -> Any:
         output = self._sample(logits, spec_decode_metadata)
@@ -70,12 +78,18 @@ class BlockRecorder:
     def start(self) -> None:
         """Forget everything recorded so far."""
         self._steps.clear()
+        self._clock.start()
         self._began = time.perf_counter(), time.process_time()
 
     @property
     def num_steps(self) -> int:
         """Engine steps that sampled since `start`."""
         return len(self._steps)
+
+    @property
+    def seconds(self) -> EngineSeconds:
+        """Since `start`: in `propose_draft_token_ids`, in `execute_model` and in `_sample`."""
+        return self._clock.seconds
 
     def live_batch(self, since_s: float) -> tuple[tuple[float, int], ...]:
         """(seconds since `since_s`, a `perf_counter` reading; rows that committed tokens) at each change."""
