@@ -1,7 +1,7 @@
 """Never slower: chosen k against none and every fixed k, the tail of a rollout, what k = 0 costs, and history drafts.
 
-A measurement that ends with an error holds "undecided", with its last line. `cells_*` and `tail_*` of one command share
-one calibration.
+A measurement that ends with an error holds "undecided", with its last line. The others of one command share
+one calibration with each other, `history_*` needs none.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ class Workload:
     overrides: tuple[str, ...]
     cells: Plan
     tail: Plan
+    steps: Plan
     tail_goal: float
     """Times as fast as no speculation."""
     history: tuple[str, ...]
@@ -64,6 +65,7 @@ WORKLOADS: Mapping[str, Workload] = {
         ("--draft.num_draft_tokens", "7", "--draft.depth", "7"),
         Plan("1x4,2x2,4,8,16,32", (*CLOSE, "k1", "k2", "k3", "k5", "k7"), seconds=270),
         Plan("16x2,64x2", ("none", "adaptive", "k0", "k1", "k2", "k3", "k5", "k7"), seconds=150),
+        Plan("1x4,2x2,4,8,16,32", CLOSE, seconds=100),
         tail_goal=1.8,
         history=(
             "--data.num_train", "12", "--algorithm.prompts_per_step", "4", "--run.num_steps", "12",
@@ -80,6 +82,7 @@ WORKLOADS: Mapping[str, Workload] = {
         ),
         Plan("1x2,2,4,8,16,32", (*CLOSE, "k1", "k2", "k3"), seconds=480, max_tokens=24),
         Plan("16,32", ("none", "adaptive", "k1", "k2"), seconds=420),
+        Plan("1x2,2,4,8,16,32", CLOSE, seconds=150, max_tokens=24),
         tail_goal=1.15,
         history=(
             "--data.num_train", "8", "--algorithm.prompts_per_step", "4", "--run.num_steps", "6",
@@ -132,6 +135,26 @@ def cells(policy: str) -> Iterable[Bar]:
             },
             "choices": figures["choices"],
         },
+    )
+
+
+def steps(policy: str) -> Iterable[Bar]:
+    """What an engine step without drafts costs where drafts are possible: medians of steps with the whole batch.
+
+    Calls take what their tokens happen to be, and the bursts of a shared machine; the median step does not.
+    """
+    figures = _speeds(policy, WORKLOADS[policy].steps)
+    if isinstance(figures, str):
+        yield Bar(f"k0_step_{policy}", figures, "runs", "undecided")
+        return
+    by_size = {int(size): part["step_s"] for size, part in figures["sizes"].items()}
+    yield _not_inferior(
+        f"a_a_step_{policy}", {size: _pairs(part, "none", "none_again") for size, part in by_size.items()}
+    )
+    yield _not_inferior(
+        f"k0_step_over_none_step_{policy}",
+        {size: _pairs(part, "none", "k0") for size, part in by_size.items()},
+        {"ms_none": {size: round(1e3 * statistics.median(part["none"]), 2) for size, part in by_size.items()}},
     )
 
 
@@ -250,10 +273,7 @@ def _best_fixed(seconds: Mapping[str, Sequence[float]]) -> tuple[Pairs, list[str
     """
     candidates = _fixed(seconds) if "k0" in seconds else ["none", *_fixed(seconds)]
     repeats = len(seconds["adaptive"])
-    arms = [
-        min(candidates, key=lambda arm: statistics.median(seconds[arm][1 - half :: 2]))
-        for half in (0, 1)
-    ]
+    arms = [min(candidates, key=lambda arm: statistics.median(seconds[arm][1 - half :: 2])) for half in (0, 1)]
     return [(seconds[arms[i % 2]][i], seconds["adaptive"][i]) for i in range(repeats)], arms
 
 
@@ -332,6 +352,7 @@ def _round(value: float | None) -> float | None:
 MEASUREMENTS = {
     **{f"cells_{policy}": lambda policy=policy: cells(policy) for policy in WORKLOADS},
     **{f"tail_{policy}": lambda policy=policy: tail(policy) for policy in WORKLOADS},
+    **{f"steps_{policy}": lambda policy=policy: steps(policy) for policy in WORKLOADS},
     **{f"history_{policy}": lambda policy=policy: history(policy) for policy in WORKLOADS},
 }
 

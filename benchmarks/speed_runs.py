@@ -43,7 +43,8 @@ def measure(
     calibrate_s: float,
     profile_path: Path,
 ) -> dict[str, Any]:
-    """Per size (requests that start together): arm -> seconds per token of each repeat, and what was generated.
+    """Per size (requests that start together): arm -> seconds per token and median seconds of a step with the whole
+    batch, of each repeat, and what was generated.
 
     Arms: `none` and `none_again` (an engine without speculation, twice: the A/A), `k0` ... (the speculative engine at a
     fixed k) and `adaptive`. Each repeat takes all sizes and of each size all arms once, on the same prompts and seeds,
@@ -80,6 +81,7 @@ def measure(
 
     def generate(arm: str, size: int, repeat: int) -> dict[str, Any]:
         seconds, lengths, asked = 0.0, [], Counter[int]()
+        steps: list[float] = []
         for wave in range(waves[size]):
             batch = requests(size, repeat, wave)
             if arm.startswith("none"):
@@ -94,7 +96,10 @@ def measure(
             seconds += rollouts.seconds
             lengths += [len(completion.token_ids) for completion in rollouts.completions]
             asked.update(block.num_asked for block in blocks)
-        return {"per_token": seconds / sum(lengths), "lengths": lengths, "asked": asked}
+            # Prompts, and what the draft reads of them, are in the first two.
+            steps += [step.seconds for step in rollouts.steps[2:] if step.live == size]
+        step_s = statistics.median(steps) if steps else None
+        return {"per_token": seconds / sum(lengths), "step_s": step_s, "lengths": lengths, "asked": asked}
 
     for size in waves:
         generate("none", size, -1)
@@ -148,6 +153,7 @@ def _summary(by_arm: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, Any
     asked = sum((part["asked"] for part in by_arm["adaptive"]), Counter[int]())
     return {
         "per_token": per_token,
+        "step_s": {arm: [part["step_s"] for part in parts] for arm, parts in by_arm.items()},
         "length_10_90": [lengths[len(lengths) // 10], lengths[-1 - len(lengths) // 10]],
         # Share of the blocks that each k was asked for, probing included.
         "adaptive_k": {k: round(asked[k] / asked.total(), 3) for k in sorted(asked)},
