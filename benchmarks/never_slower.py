@@ -1,7 +1,7 @@
 """Never slower: chosen k against none and every fixed k, the tail of a rollout, what k = 0 costs, and history drafts.
 
-A measurement that ends with an error holds "undecided", with its last line. The others of one command share
-one calibration with each other, `history_*` needs none.
+A measurement that ends with an error holds "undecided", with its last line. All but `history_*` share one calibration
+when they are run by one command.
 """
 
 from __future__ import annotations
