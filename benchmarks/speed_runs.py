@@ -62,12 +62,14 @@ def measure(
 
     speculating, none = build_parts(recipe, Silent()), build_parts(plain, Silent())
     engine = speculating.engine
-    profile = _profile(recipe, speculating, profile_path, calibrate_s)
+    chooser: LengthChooser | None = None
+    if "adaptive" in arms:
+        # As `loop.length.build_chooser` makes that of a run.
+        costs = StepCosts.from_profile(_profile(recipe, speculating, profile_path, calibrate_s))
+        chooser = LengthChooser(costs, num_draft_tokens=engine.num_draft_tokens)
     # An engine that took a publish is compared with one that did, too.
     speculating.publish()
     none.publish()
-    # As `loop.length.build_chooser` makes that of a run.
-    chooser = LengthChooser(StepCosts.from_profile(profile), num_draft_tokens=engine.num_draft_tokens)
     prompts, sampling = speculating.held_out, speculating.sampling
     if max_tokens is not None:
         sampling = replace(sampling, max_tokens=max_tokens)
@@ -82,17 +84,18 @@ def measure(
     def generate(arm: str, size: int, repeat: int) -> dict[str, Any]:
         seconds, lengths, asked = 0.0, [], Counter[int]()
         steps: list[float] = []
+        adapts = chooser if arm == "adaptive" else None
         for wave in range(waves[size]):
             batch = requests(size, repeat, wave)
             if arm.startswith("none"):
                 rollouts = none.engine.generate(batch, sampling)
             else:
-                engine.choose_drafts(chooser.choose if arm == "adaptive" else None)
-                engine.limit_drafts(engine.num_draft_tokens if arm == "adaptive" else int(arm[1:]))
+                engine.choose_drafts(adapts.choose if adapts else None)
+                engine.limit_drafts(engine.num_draft_tokens if adapts else int(arm[1:]))
                 rollouts = engine.generate(batch, sampling)
             blocks = [block for completion in rollouts.completions for block in completion.blocks]
-            if arm == "adaptive":
-                chooser.observe(blocks)
+            if adapts:
+                adapts.observe(blocks)
             seconds += rollouts.seconds
             lengths += [len(completion.token_ids) for completion in rollouts.completions]
             asked.update(block.num_asked for block in blocks)
@@ -103,7 +106,7 @@ def measure(
 
     for size in waves:
         generate("none", size, -1)
-        for call in range(LEARNING_CALLS):
+        for call in range(LEARNING_CALLS if chooser else 0):
             generate("adaptive", size, -1 - call)
     figures: dict[int, dict[str, list[dict[str, Any]]]] = {size: {arm: [] for arm in arms} for size in waves}
     began, repeat = time.perf_counter(), 0
@@ -115,7 +118,7 @@ def measure(
         print(f"repeat {repeat}, {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)
     results = {
         "sizes": {str(size): _summary(by_arm) for size, by_arm in figures.items()},
-        "choices": [str(choice) for choice in chooser.explain()],
+        "choices": [str(choice) for choice in chooser.explain()] if chooser else [],
         "measured_s": time.perf_counter() - began,
     }
     speculating.close()
@@ -150,7 +153,7 @@ def _summary(by_arm: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, Any
     per_token = {arm: [part["per_token"] for part in parts] for arm, parts in by_arm.items()}
     said = {arm: f"{1e3 * statistics.median(seconds):.2f} ms" for arm, seconds in per_token.items()}
     print(said, file=sys.stderr, flush=True)
-    asked = sum((part["asked"] for part in by_arm["adaptive"]), Counter[int]())
+    asked = sum((part["asked"] for part in by_arm.get("adaptive", ())), Counter[int]())
     return {
         "per_token": per_token,
         "step_s": {arm: [part["step_s"] for part in parts] for arm, parts in by_arm.items()},
