@@ -139,15 +139,18 @@ def cells(policy: str) -> Iterable[Bar]:
 
 
 def steps(policy: str) -> Iterable[Bar]:
-    """What an engine step without drafts costs where drafts are possible: medians of steps with the whole batch.
+    """What an engine step without drafts costs where drafts are possible: medians of steps with half of the batch or more.
 
-    Calls take what their tokens happen to be, and the bursts of a shared machine; the median step does not.
+    What a call takes depends on how many tokens it happens to sample; a step does not, and a median passes bursts over.
     """
     figures = _speeds(policy, WORKLOADS[policy].steps)
     if isinstance(figures, str):
         yield Bar(f"k0_step_{policy}", figures, "runs", "undecided")
         return
     by_size = {int(size): part["step_s"] for size, part in figures["sizes"].items()}
+    if any(None in seconds for part in by_size.values() for seconds in part.values()):
+        yield Bar(f"k0_step_{policy}", "a call whose responses all ended at once", "runs", "undecided")
+        return
     yield _not_inferior(
         f"a_a_step_{policy}", {size: _pairs(part, "none", "none_again") for size, part in by_size.items()}
     )

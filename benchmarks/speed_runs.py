@@ -43,8 +43,8 @@ def measure(
     calibrate_s: float,
     profile_path: Path,
 ) -> dict[str, Any]:
-    """Per size (requests that start together): arm -> seconds per token and median seconds of a step with the whole
-    batch, of each repeat, and what was generated.
+    """Per size (requests that start together): arm -> seconds per token and median seconds of a step with half of the
+    batch or more, of each repeat, and what was generated.
 
     Arms: `none` and `none_again` (an engine without speculation, twice: the A/A), `k0` ... (the speculative engine at a
     fixed k) and `adaptive`. Each repeat takes all sizes and of each size all arms once, on the same prompts and seeds,
@@ -100,7 +100,7 @@ def measure(
             lengths += [len(completion.token_ids) for completion in rollouts.completions]
             asked.update(block.num_asked for block in blocks)
             # Prompts, and what the draft reads of them, are in the first two.
-            steps += [step.seconds for step in rollouts.steps[2:] if step.live == size]
+            steps += [step.seconds for step in rollouts.steps[2:] if 2 * step.live >= size]
         step_s = statistics.median(steps) if steps else None
         return {"per_token": seconds / sum(lengths), "step_s": step_s, "lengths": lengths, "asked": asked}
 
