@@ -139,7 +139,7 @@ def cells(policy: str) -> Iterable[Bar]:
 
 
 def steps(policy: str) -> Iterable[Bar]:
-    """What an engine step without drafts costs where drafts are possible: medians of steps with half of the batch or more.
+    """What an engine step without drafts costs where drafts are possible: medians, with half of the batch or more.
 
     What a call takes depends on how many tokens it happens to sample; a step does not, and a median passes bursts over.
     """
