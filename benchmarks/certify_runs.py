@@ -51,7 +51,10 @@ def certify_bars(temperature: float, top_p: float) -> Iterable[Bar]:
     value = {
         arm: {
             "verdict": part["verdict"],
-            **{name: part["certificate"][name] for name in ("tokens", "z", "excess_nats", "ks_p", "log_m")},
+            **{
+                name: part["certificate"][name]
+                for name in ("tokens", "outside_kept", "z", "excess_nats", "ks_p", "log_m")
+            },
             "acceptance_length": part["acceptance_length"],
         }
         for arm, part in arms.items()
