@@ -283,3 +283,25 @@ def test_an_external_head_on_such_a_policy_is_refused_before_the_engine_starts(f
     random_head(tmp_path / "head", policy, aux_layers=(1, 2, 3))
     with pytest.raises(ConfigError, match=r"eagle3.*hand out"):
         VllmEngine(folder, CONFIG, Eagle3Draft(), draft_folder=tmp_path / "head", max_model_len=MAX_LEN)
+
+
+def test_weights_and_biases_published_to_a_bfloat16_engine_are_those_that_it_uses(folder, published, monkeypatch):
+    """Where the CPU has AMX tiles vLLM widens the bias beside a packed weight: neither refused nor missed there."""
+    low = VllmEngine(
+        folder, CONFIG.model_copy(update={"dtype": "bfloat16"}), MtpDraft(num_draft_tokens=K), max_model_len=MAX_LEN
+    )
+    try:
+        moved = {name: tensor + 0.01 for name, tensor in published.items()}
+        low.publish(moved, Versions(policy=1))
+        low.publish(published, Versions(policy=2))
+        load = low._load
+
+        def damages(what, stream):
+            load(what, stream)
+            low._runner.get_model().model.layers[1].self_attn.qkv_proj.bias.data[3] += 0.25
+
+        monkeypatch.setattr(low, "_load", damages)
+        with pytest.raises(PublishError, match=r"layers\.1\.self_attn\.q_proj\.bias in the engine"):
+            low.publish({name: tensor - 0.01 for name, tensor in published.items()}, Versions(policy=3))
+    finally:
+        low.close()

@@ -12,7 +12,7 @@ import pytest
 from paceline.errors import ConfigError
 from paceline.sim.comm import allgather_s, allreduce_s, alltoall_s
 from paceline.sim.cost import BF16, FP8, Eagle3Drafter, MtpDrafter, NoModelDrafter, RooflineCost, join
-from paceline.sim.efficiency import IDEAL, PERFECT, Efficiency
+from paceline.sim.efficiency import IDEAL, PERFECT
 from paceline.sim.figures import Origin
 from paceline.sim.hardware import HARDWARE, hardware
 from paceline.sim.layout import DENSE_LAYOUTS, PUBLISHED_LAYOUTS, Layout, num_engines
@@ -289,6 +289,8 @@ def test_a_hugging_face_config_gives_the_shape_of_the_table(tmp_path):
         {"layer_types": ["full_attention", "linear_attention"]},
         {"n_shared_experts": 1},
         {"num_experts": 8, "mlp_only_layers": [0]},
+        {"sliding_window": 4096, "max_position_embeddings": 32768},
+        {"sliding_window": 4096},
     ],
 )
 def test_an_architecture_that_is_not_modelled_is_refused(extra):
@@ -302,6 +304,25 @@ def test_an_architecture_that_is_not_modelled_is_refused(extra):
     }
     with pytest.raises(ConfigError, match="does not know"):
         model_from_config(config, "odd")
+
+
+@pytest.mark.parametrize(
+    "unused",
+    [
+        {"sliding_window": None},
+        {"sliding_window": 4096, "use_sliding_window": False},
+        {"sliding_window": 4096, "max_position_embeddings": 4096},
+    ],
+)
+def test_a_window_that_no_sequence_leaves_is_none(unused):
+    config = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128}
+    assert model_from_config({**config, "vocab_size": 99, **unused}, "plain").num_layers == 2
+
+
+def test_a_config_that_is_no_json_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"no JSON.*give the config\.json"):
+        model(tmp_path)
 
 
 def test_unknown_names_are_refused_with_the_choices():
@@ -321,11 +342,9 @@ def test_every_figure_of_a_projection_carries_a_mark_and_a_source():
     assert {"efficiency.host_s", "efficiency.bandwidth_share", "hardware.gb200.memory_bytes_per_s", "layout"} <= names
 
 
-def test_a_fitted_efficiency_says_so_and_survives_json():
+def test_a_fitted_efficiency_says_so():
     fitted = IDEAL.replace(Origin("fitted", "8 points"), host_s=2e-3, norm=math.inf, tile_rows=16)
-    back = Efficiency.from_dict(json.loads(json.dumps(fitted.to_dict())))
-    assert back == fitted
-    marks = {item.name: item.mark for item in back.assumptions()}
+    marks = {item.name: item.mark for item in fitted.assumptions()}
     assert marks["efficiency.host_s"] == "fitted" and marks["efficiency.op_s"] == "published"
     with pytest.raises(ConfigError, match="efficiency has no hots_s"):
         IDEAL.replace(GUESS, hots_s=1.0)

@@ -80,6 +80,8 @@ def test_a_trace_is_replayed_whole():
     drawn = trace.sample(10, np.random.default_rng(0))
     assert sorted(drawn[:8]) == [5, 5, 5, 5, 7, 7, 900, 900]
     assert np.array_equal(np.sort(trace.sample(4, np.random.default_rng(1))), [5, 5, 7, 900])
+    # A part of it without repeating any.
+    assert len(set(EmpiricalLengths(tuple(range(1, 41))).sample(30, np.random.default_rng(2)))) == 30
 
 
 def test_lengths_are_read_from_a_trace_or_from_the_metrics_of_a_run(tmp_path):
@@ -107,5 +109,10 @@ def test_requests_depend_on_the_seed_alone_and_groups_share_prompts():
     # Another stream for every quantity: a spread of acceptance moves no length.
     spread = make_requests(40, LognormalLengths(100, 1.0, 900), seed=1, acceptance=Acceptance((0.5,), 0.3), **options)
     assert np.array_equal(one.lengths, spread.lengths) and spread.shifts.any()
-    with pytest.raises(ConfigError, match="groups of 16"):
-        make_requests(40, ConstantLengths(5), group_size=16)
+    short = make_requests(40, ConstantLengths(5), seed=1, acceptance=Acceptance((0.5,), 0.3))
+    assert np.array_equal(short.shifts, spread.shifts)
+    for size in (16, 0):
+        with pytest.raises(ConfigError, match=f"groups of {size}: choose a positive multiple"):
+            make_requests(40, ConstantLengths(5), group_size=size)
+    with pytest.raises(ConfigError, match="prompts of -5 tokens"):
+        make_requests(40, ConstantLengths(5), prompt_tokens=-5)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 
 import numpy as np
 import pytest
@@ -47,6 +46,12 @@ def test_between_points_it_is_linear_and_beyond_the_contexts_too():
     assert float(cost.iteration_s(4, 4 * 5000, 1)) == pytest.approx(truth(4, 1, 5000), rel=1e-12)
     assert float(cost.iteration_s(4, 0, 1)) == pytest.approx(truth(4, 1, 0), rel=1e-12)
     assert float(cost.iteration_s(4, 400, 2)) == pytest.approx((truth(4, 1, 100) + truth(4, 3, 100)) / 2, rel=1e-12)
+
+
+def test_noise_that_lets_the_time_fall_with_the_context_does_not_go_on_beyond_it():
+    cost = MeasuredCost(profile_of(seconds=lambda n, k, context: truth(n, k, 0) * (1 - 1e-4 * context)))
+    assert float(cost.iteration_s(4, 4 * 1000, 1)) == pytest.approx(0.9 * truth(4, 1, 0))
+    assert float(cost.iteration_s(4, 4 * 50_000, 1)) == pytest.approx(0.9 * truth(4, 1, 0))
 
 
 def test_below_the_smallest_batch_the_time_stays():
@@ -113,13 +118,3 @@ def test_a_profile_drives_the_engine_as_the_law_it_was_measured_from_does():
         np.testing.assert_allclose(found.finish_s, expected.finish_s, rtol=1e-9)
         assert ratio == pytest.approx(expected_ratio, rel=1e-9)
     assert speedup(requests, cost, acceptance, 0, Engines(2, 8))[0] == 1.0
-
-
-def test_a_profile_file_is_read_and_a_broken_one_refused(tmp_path):
-    path = tmp_path / "profile.json"
-    path.write_text(json.dumps(profile_of()))
-    assert MeasuredCost.load(path).max_k == 5
-    for text in ("not json", "{}", '{"points": [{"n": 1}]}', "[]"):
-        path.write_text(text)
-        with pytest.raises(ConfigError, match="paceline calibrate"):
-            MeasuredCost.load(path)

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 
 import numpy as np
 import pytest
 
+from paceline.drafts.length import LengthChooser
 from paceline.drafts.profile import StepCosts
 from paceline.errors import ConfigError
+from paceline.sim import validate
 from paceline.sim.acceptance import Acceptance
 from paceline.sim.efficiency import IDEAL
 from paceline.sim.figures import Origin
 from paceline.sim.lengths import LognormalLengths
-from paceline.sim.profile import ProfileCost, regular_grid
+from paceline.sim.profile import ProfileCost, load_profile, regular_grid
 from paceline.sim.project import baseline, default_stages, fastest_layout, project_step, smallest_layout, speculative
 from paceline.sim.published import eight_b_measured_s, eight_b_seconds
 from paceline.sim.recommend import best_by_batch, break_even, cells, compare, rollouts_by_k, splits
@@ -25,6 +30,7 @@ from paceline.sim.step import given, step_speedup
 from paceline.sim.sweep import sensitivities, sweep
 from paceline.sim.validate import Run, check_profile, read_run, replay, replay_step
 from paceline.sim.workload import Requests
+from paceline.types import Block
 
 SMALL = Scenario(rollouts=96, gpus=4, lengths=LognormalLengths(400, 0.7, 2000), max_num_seqs=64)
 STAGES = given(Origin("assumed", "for a test"), prepare=0.1, logprob=0.5, train=1.0)
@@ -59,18 +65,42 @@ def test_a_grid_is_each_of_its_points_alone_and_marks_what_cannot_be():
     by_place = {tuple(point.at.values()): point for point in points}
     assert len(points) == 8
     assert by_place[2, 1, 3.0].rollout_speedup is None  # alpha above k + 1
-    alone = SMALL.replace(gpus=2, draft=parse_draft("eagle3@3:3.0"))
-    expected = baseline(alone, "ideal").makespan_s / speculative(alone, "ideal").makespan_s
-    assert by_place[2, 3, 3.0].rollout_speedup == pytest.approx(expected, rel=1e-12)
-    assert by_place[2, 3, 3.0].step_speedup == pytest.approx(step_speedup(0.65, expected))
+    for gpus in (2, 4):
+        alone = SMALL.replace(gpus=gpus, draft=parse_draft("eagle3@3:3.0"))
+        expected = baseline(alone, "ideal").makespan_s / speculative(alone, "ideal").makespan_s
+        assert by_place[gpus, 3, 3.0].rollout_speedup == pytest.approx(expected, rel=1e-12)
+        assert by_place[gpus, 3, 3.0].step_speedup == pytest.approx(step_speedup(0.65, expected))
+
+
+def test_a_grid_over_drafts_without_a_draft_is_refused():
+    for axes in ({"k": [1, 3]}, {"alpha": [1.5]}):
+        with pytest.raises(ConfigError, match="needs a draft: --draft"):
+            sweep(SMALL.replace(draft=parse_draft("none")), "ideal", axes)
+
+
+@pytest.mark.parametrize("axis", ["gpus", "layout", "hardware", "model"])
+def test_a_grid_over_what_a_measured_engine_has_once_is_refused(axis):
+    with pytest.raises(ConfigError, match=f"--over {axis} has no effect on the engine of --profile"):
+        sweep(SMALL.replace(profile=Path("p.json")), "calibrated", {axis: [1]})
+
+
+def test_a_draft_longer_than_usual_keeps_its_acceptance_length():
+    draft = parse_draft("history@24:6.0")
+    assert draft.acceptance is not None and float(draft.acceptance.tokens(24)) == pytest.approx(6.0)
+
+
+@pytest.mark.parametrize("name", ["gpus", "rollouts", "max_num_seqs", "engines"])
+def test_none_of_them_is_refused_and_not_replaced_by_a_default(name):
+    with pytest.raises(ConfigError, match=f"{name} is 0: give 1 or more"):
+        SMALL.replace(**{name: 0})
 
 
 def test_a_grid_over_lag_is_the_synchronous_rollout_at_lag_0():
     (at_zero,) = sweep(SMALL, "ideal", {"lag": [0]})
-    # The mean over batches of several seeds.
-    assert at_zero.rollout_speedup == pytest.approx(
-        baseline(SMALL, "ideal").makespan_s / speculative(SMALL, "ideal").makespan_s, rel=0.1
-    )
+    # Of the last of four batches, each of a seed of its own.
+    last = SMALL.replace(seed=SMALL.seed + 3)
+    assert at_zero.none_s == pytest.approx(baseline(last, "ideal").makespan_s, rel=1e-9)
+    assert at_zero.spec_s == pytest.approx(speculative(last, "ideal").makespan_s, rel=1e-9)
 
 
 def test_an_axis_that_does_not_exist_is_refused():
@@ -90,6 +120,8 @@ def test_c_of_k_is_where_speculation_starts_to_pay():
     draft = SMALL.draft.acceptance
     assert draft is not None
     for cell in cells(cost, "eagle3", draft, [1, 64], [1, 3, 7], context=500.0):
+        verify_s, plain_s = (float(cost.iteration_s(cell.live, 500.0 * cell.live, k)) for k in (cell.k, 0))
+        assert cell.cost_ratio == pytest.approx(verify_s / plain_s)
         at_c = Acceptance.from_length(min(cell.cost_ratio, cell.k + 1.0), cell.k)
         (again,) = cells(cost, "eagle3", at_c, [cell.live], [cell.k], context=500.0)
         assert again.gain == pytest.approx(min(1.0, (cell.k + 1.0) / cell.cost_ratio))
@@ -131,6 +163,8 @@ def test_more_generation_gpus_leave_fewer_to_train_and_the_best_split_is_between
     stages = given(Origin("assumed", "for a test"), train=2.0)
     found = splits(SMALL.replace(rollouts=24), "calibrated", 12, stages, 4, lag=1, limit=4)
     assert [split.generation_gpus + split.training_gpus for split in found] == [12] * len(found)
+    with pytest.raises(ConfigError, match="stages of 0 training GPUs"):
+        splits(SMALL, "calibrated", 12, stages, 0, lag=1)
     assert found[-1].spec_s > min(split.spec_s for split in found)
     assert all(split.spec_s <= split.none_s + 1e-9 for split in found)
 
@@ -217,7 +251,7 @@ def test_a_step_of_prompts_costs_what_it_was_measured_to(clock):
     assert {line.mark for line in cost.assumptions() if line.name == "cost.prefill_s"} == {"measured"}
     # Without such steps: at the fitted cost of a position, which is said.
     older = ProfileCost(profile(clock))
-    assert older.prefill_s(100.0, 0.0) == pytest.approx(100 * 2e-4)
+    assert older.prefill_s(100.0, 5000.0) == pytest.approx(100 * 2e-4 + 5000 * 1e-7)
     assert {line.mark for line in older.assumptions() if line.name == "cost.prefill_s"} == {"fitted"}
 
 
@@ -227,6 +261,16 @@ def test_every_n_and_k_of_a_profile_stands_at_the_same_contexts():
     assert len(grid) == 5 * 4 * 2
     with pytest.raises(ConfigError, match="damaged point"):
         regular_grid({"points": [{"n": 1, "k": 0}]})
+
+
+def test_a_profile_file_is_read_and_a_broken_one_refused(tmp_path):
+    path = tmp_path / "profile.json"
+    path.write_text(json.dumps(profile()))
+    assert ProfileCost(load_profile(path)).max_k == 3
+    for text in ("not json", "{}", "[]"):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match="paceline calibrate"):
+            load_profile(path)
 
 
 def write_run(folder: Path, k: int, generate_s: list[float], lengths: list[int], **engine: object) -> Path:
@@ -274,25 +318,39 @@ def test_replaying_a_run_through_its_own_cost_gives_its_seconds(k, tmp_path):
     assert replay(run, slower).error > 0.4
 
 
+def change_lines(folder: Path, change: Callable[[int, dict], None]) -> Run:
+    """The run once `change(index, record)` has been at every line of its metrics."""
+    metrics = folder / "metrics.jsonl"
+    records = [json.loads(line) for line in metrics.read_text().splitlines()]
+    for index, record in enumerate(records):
+        change(index, record)
+    metrics.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return read_run(folder)
+
+
 def write_adaptive_run(folder: Path, lengths: list[int], conditional: list[float], steps: int) -> Run:
     """A run that chose k before every engine step, of `steps` steps that all took a second."""
     write_run(folder, 3, [1.0] * steps, lengths)
     config = folder / "config.toml"
     chosen = 'method = "eagle3"\nchoose_k = "adaptive"\nnum_draft_tokens = 3\nprobe_share = 0.02'
     config.write_text(config.read_text().replace('method = "eagle3"', chosen))
-    metrics = folder / "metrics.jsonl"
-    records = [json.loads(line) for line in metrics.read_text().splitlines()]
-    for record in records:
+
+    def change(_: int, record: dict) -> None:
         record["acceptance"]["conditional"] = conditional
         record["batch_by_step"] = [[1, 8, 0], [20, 8, 0], [11, 2, 3]]
-    metrics.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return read_run(folder)
+
+    return change_lines(folder, change)
+
+
+def costs_of(cost: ProfileCost) -> StepCosts:
+    """The same costs as the rule of a run reads them."""
+    return StepCosts([1, 2, 4, 8], [[float(cost.iteration_s(n, 60 * n, k)) for k in range(4)] for n in (1, 2, 4, 8)])
 
 
 def test_a_replay_chooses_k_by_the_rule_of_the_run(tmp_path):
     lengths = [6] * 12 + [30, 60, 120, 240]
     cost = ProfileCost(profile())
-    costs = StepCosts([1, 2, 4, 8], [[float(cost.iteration_s(n, 60 * n, k)) for k in range(4)] for n in (1, 2, 4, 8)])
+    costs = costs_of(cost)
     # What is never accepted is drafted until the rule has seen it, and not from then on.
     run = write_adaptive_run(tmp_path / "poor", lengths, [0.02, 0.02, 0.02], steps=3)
     first, *later = replay(run, cost, costs).checks
@@ -315,18 +373,95 @@ def test_a_replay_chooses_k_by_the_rule_of_the_run(tmp_path):
         replay(run, cost, StepCosts([1, 8], [[0.01, 0.02], [0.02, 0.04]]))
 
 
+def test_the_rule_of_a_replayed_run_sees_the_blocks_that_such_a_run_has(tmp_path, monkeypatch):
+    lengths, cost = [6] * 12 + [30, 60, 120, 240], ProfileCost(profile())
+    seen: list[tuple[list[Block], list[int]]] = []
+
+    class Watched(LengthChooser):
+        def observe(self, blocks):
+            blocks = list(blocks)
+            seen.append((blocks, [0, *(self.usual(n) for n in range(1, 9))]))
+            super().observe(blocks)
+
+    monkeypatch.setattr(validate, "LengthChooser", Watched)
+    accepted = [[0.8, 0.7, 0.6], [0.4, 0.3, 0.2], [], [0.05, 0.04, 0.03], [0.03, 0.02, 0.01]]
+    run = write_adaptive_run(tmp_path / "run", lengths, [], steps=5)
+    run = change_lines(run.path, lambda index, record: record["acceptance"].update(conditional=accepted[index]))
+    checks = replay(run, cost, costs_of(cost)).checks
+    # A step without drafts has the acceptance of the run: the mean of the others but the first.
+    accepted[2] = [fmean(column) for column in zip(accepted[1], accepted[3], accepted[4], strict=True)]
+    assert len(seen) == 5
+    for step, check, conditional, (blocks, usual) in zip(run.steps, checks, accepted, seen, strict=True):
+        rollout = replay_step(step, cost, 8, usual.__getitem__, Acceptance(tuple(conditional)))
+        assert rollout.makespan_s == check.predicted_s
+        by_batch = Counter(block.live_batch for block in blocks)
+        probed_s = 0.0
+        for n in range(1, 9):
+            # As many blocks at each batch as iterations of so many sequences.
+            assert by_batch[n] == n * rollout.segments.iterations[rollout.segments.live == n].sum()
+            asked = Counter(block.num_asked for block in blocks if block.live_batch == n)
+            assert set(asked) <= {usual[n], 3}
+            if usual[n] < 3:
+                longer_s = cost.iteration_s(n, 60 * n, 3) - cost.iteration_s(n, 60 * n, usual[n])
+                probed_s += asked[3] / n * float(longer_s)
+        # Probing costs its share at most, and one step for each bucket of the batch that had credit.
+        assert probed_s <= 0.02 * 1.1 * rollout.makespan_s + 4 * float(cost.iteration_s(8, 480, 3))
+        for position, share in enumerate(conditional):
+            reached = [block for block in blocks if block.num_asked > position and block.num_accepted >= position]
+            if len(reached) > 50:
+                hits = sum(block.num_accepted > position for block in reached)
+                # Counts are rounded for each batch and k.
+                assert hits / len(reached) == pytest.approx(share, abs=20 / len(reached))
+    # The last step drafts by probing alone, and that is seen.
+    blocks, usual = seen[-1]
+    assert usual == [0] * 9 and 0 < sum(block.num_asked == 3 for block in blocks) < 0.05 * len(blocks)
+
+
+def test_a_position_that_a_run_never_drafted_is_taken_to_be_like_the_one_before(tmp_path):
+    run = write_adaptive_run(tmp_path / "run", [100] * 8, [0.9], steps=2)
+    cost = ProfileCost(profile())
+    last = replay(run, cost, costs_of(cost)).checks[-1]
+    assert set(last.predicted_by_k) == {3}
+    assert last.predicted_s == replay_step(run.steps[0], cost, 8, 3, Acceptance((0.9, 0.9, 0.9))).makespan_s
+
+
+def test_a_schedule_that_always_asks_for_k_is_replayed_as_k(tmp_path):
+    run = read_run(write_run(tmp_path / "run", 3, [1.0], [5, 9, 33, 60] * 4))
+    acceptance, cost = Acceptance((0.8, 0.7, 0.6)), ProfileCost(profile())
+    fixed = replay_step(run.steps[0], cost, 8, 3, acceptance)
+    assert replay_step(run.steps[0], cost, 8, lambda live: 3, acceptance).finish_s.tolist() == fixed.finish_s.tolist()
+
+
+def test_a_run_of_look_ups_is_replayed_with_those_that_found_nothing(tmp_path):
+    lengths = [40] * 16
+    run = read_run(write_run(tmp_path / "run", 3, [1.0], lengths))
+    found = change_lines(run.path, lambda _, record: record.update(k_histogram={"0": 16 + 312, "3": 312}))
+    cost = ProfileCost(profile())
+    (check,) = replay(found, cost).checks
+    half = replay_step(run.steps[0], cost, 8, 3, Acceptance((0.4, 0.7, 0.6)))
+    assert check.predicted_s == half.makespan_s
+
+
 def test_a_look_up_that_was_not_asked_has_not_failed(tmp_path):
     # 8 + 160 blocks in steps without drafts, 22 in steps that asked for some: all but the first are asked for ones.
     run = write_adaptive_run(tmp_path / "run", [20] * 8 + [4] * 2, [0.5], steps=1)
-    record = json.loads((run.path / "metrics.jsonl").read_text())
-    record["k_histogram"] = {"0": 8 + 160 + 2 + 9, "3": 11}
-    (run.path / "metrics.jsonl").write_text(json.dumps(record) + "\n")
+    run = change_lines(run.path, lambda _, record: record.update(k_histogram={"0": 8 + 160 + 2 + 9, "3": 11}))
     # Two responses were admitted later, in steps that asked: 20 blocks were, and 11 found something.
-    assert read_run(run.path).steps[0].drafted_share == pytest.approx(11 / 20)
+    assert run.steps[0].drafted_share == pytest.approx(11 / 20)
+    # Elsewhere as here: what is projected from the run accepts nothing where nothing was found.
+    acceptance = run.acceptance()
+    assert acceptance is not None and acceptance.conditional == pytest.approx((0.5 * 11 / 20,))
 
 
 def test_a_run_gives_lengths_acceptance_and_stages_as_measured(tmp_path):
-    run = read_run(write_run(tmp_path / "run", 3, [1.0, 1.0], [5, 9, 13, 20]))
+    def first(index: int, record: dict) -> None:
+        # The first step pays for what is made once, and its draft may be another one.
+        if index == 0:
+            record["stage_s"] |= {"prepare": 9.0, "train": 9.0}
+            record["acceptance"]["conditional"] = [0.1, 0.1, 0.1]
+
+    folder = write_run(tmp_path / "run", 3, [1.0, 1.0], [5, 9, 13, 20])
+    run = change_lines(folder, first)
     assert run.acceptance() == Acceptance((0.8, 0.7, 0.6))
     assert run.lengths().values == (5, 9, 13, 20) * 2
     assert run.stages().seconds() == {"data": 0.01, "prepare": 0.02, "logprob": 0.3, "train": 0.4}

@@ -9,7 +9,7 @@ import pytest
 from paceline.errors import ConfigError
 from paceline.sim.efficiency import IDEAL
 from paceline.sim.figures import Origin
-from paceline.sim.layout import PUBLISHED_LAYOUTS, Layout
+from paceline.sim.layout import DENSE_LAYOUTS, PUBLISHED_LAYOUTS, Layout
 from paceline.sim.models import model
 from paceline.sim.published import (
     BATCH_LENGTHS,
@@ -91,6 +91,8 @@ def test_synchronous_points_of_the_scaling_figure():
     assert abs(point.error) < 0.03
     for name in ("Qwen3-235B-A22B", "Qwen3-8B"):
         (projection,) = figure4_points(name, [2048])
+        layouts = PUBLISHED_LAYOUTS if name == "Qwen3-235B-A22B" else DENSE_LAYOUTS
+        assert set(projection.baseline_s) <= {layout.name for layout in layouts}
         assert abs(projection.points[0].error) < 0.25
         assert projection.points[0].layout == min(projection.baseline_s, key=lambda name: projection.baseline_s[name])
 

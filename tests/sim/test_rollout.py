@@ -72,6 +72,7 @@ def test_without_speculation_it_equals_the_token_by_token_run_exactly(case):
     fast = simulate_rollout(requests, LinearCost(), None, 0, engines)
     slow = token_by_token(requests, LinearCost(), None, 0, engines)
     np.testing.assert_allclose(fast.finish_s, slow.finish_s, rtol=1e-12)
+    np.testing.assert_allclose(fast.admit_s, slow.admit_s, rtol=1e-12)
     assert fast.tokens == slow.tokens == requests.lengths.sum()
     assert fast.preemptions == slow.preemptions
     assert (fast.preemptions > 0) == case.startswith("KV") or "uneven" in case
@@ -170,7 +171,9 @@ def test_tokens_are_conserved_also_under_preemption():
 def test_a_large_enough_kv_cache_is_the_same_as_none():
     requests = requests_of(48, group_size=4, prompt_tokens=90)
     free = simulate_rollout(requests, LinearCost(), ACCEPTANCE, 3, Engines(4, 16))
-    enough = float((requests.lengths + requests.prompts).sum() + 48 * 4)
+    # What the busiest engine would hold were all its sequences at their ends at once, each prompt stored once.
+    queues = deal(requests, Engines(4, 16))
+    enough = max(float(requests.lengths[queue].sum()) + 90 * len(queue) / 4 + 4 * len(queue) for queue in queues)
     wide = simulate_rollout(requests, LinearCost(), ACCEPTANCE, 3, Engines(4, 16, enough))
     assert wide.preemptions == free.preemptions == 0
     assert np.array_equal(wide.finish_s, free.finish_s)
@@ -253,13 +256,13 @@ def test_relabelling_engines_changes_nothing():
 
 
 def test_engines_do_not_touch_one_another():
-    requests = requests_of(48)
-    together = simulate_rollout(requests, LinearCost(), ACCEPTANCE, 3, Engines(4, 5))
-    for queue in deal(requests, Engines(4, 5)):
+    requests = requests_of(48, group_size=4, prompt_tokens=50)
+    together = simulate_rollout(requests, LinearCost(), ACCEPTANCE, 3, Engines(4, 5, TIGHT))
+    for queue in deal(requests, Engines(4, 5, TIGHT)):
         alone = Requests(
             *(getattr(requests, name)[queue] for name in ("lengths", "prompts", "groups", "shifts", "release_s"))
         )
-        result = simulate_rollout(alone, LinearCost(), ACCEPTANCE, 3, Engines(1, 5))
+        result = simulate_rollout(alone, LinearCost(), ACCEPTANCE, 3, Engines(1, 5, TIGHT))
         np.testing.assert_allclose(result.finish_s, together.finish_s[queue], rtol=1e-12)
 
 
@@ -271,8 +274,9 @@ def test_a_shared_prompt_is_computed_once_and_stored_once():
     apart = simulate_rollout(requests, cost, None, 0, Engines(1, 4, prefix_sharing=False))
     assert shared.makespan_s == pytest.approx(0.2)
     assert apart.makespan_s == pytest.approx(0.8)
-    # 200 + 4 x 10 tokens fit into 245, four prompts of their own do not.
-    assert simulate_rollout(requests, cost, None, 0, Engines(1, 4, 245)).preemptions == 0
+    # The last iteration finds 200 + 4 x 9 tokens and adds 4; four prompts of their own would not fit.
+    assert simulate_rollout(requests, cost, None, 0, Engines(1, 4, 240)).preemptions == 0
+    assert simulate_rollout(requests, cost, None, 0, Engines(1, 4, 239)).preemptions > 0
     waiting = simulate_rollout(requests, LinearCost(), None, 0, Engines(1, 4, 245, prefix_sharing=False))
     assert waiting.active()[1].max() == 1
 
@@ -353,7 +357,9 @@ def test_no_acceptance_for_a_k_is_refused():
 
 def test_batches_put_together_run_as_they_would_with_their_own_release_times():
     early, late = requests_of(16, 1, group_size=4), requests_of(16, 2, group_size=4).released(5000.0)
-    both = simulate_rollout(Requests.concatenate([early, late]), LinearCost(), ACCEPTANCE, 3, Engines(2, 8))
+    together = Requests.concatenate([early, late])
+    assert np.array_equal(together.groups, np.repeat(np.arange(8), 4))
+    both = simulate_rollout(together, LinearCost(), ACCEPTANCE, 3, Engines(2, 8))
     first = simulate_rollout(early, LinearCost(), ACCEPTANCE, 3, Engines(2, 8))
     second = simulate_rollout(late.released(0.0), LinearCost(), ACCEPTANCE, 3, Engines(2, 8))
     np.testing.assert_allclose(both.finish_s[:16], first.finish_s, rtol=1e-12)

@@ -44,6 +44,38 @@ def test_json_is_valid_and_every_figure_can_be_traced_to_marks(verb, capsys):
     assert "efficiency.host_draft_s" in fitted
 
 
+def assumed(report: dict) -> dict[str, list[object]]:
+    """Name -> values of the assumptions of the ideal mode."""
+    found: dict[str, list[object]] = {}
+    for line in report["modes"]["ideal"]["assumptions"]:
+        found.setdefault(line["name"], []).append(line["value"])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("rollout", {"seed": [0], "engines": [4], "prefix_sharing": [True], "draft": ["eagle3@3"]}),
+        ("sweep --over k=1 --generation-share 0.65", {"generation_share": [0.65], "axes": [{"k": [1]}]}),
+        ("sweep --over lag=0,1", {"lag": [[0, 1]], "updates": ["in_flight"], "stage.train_s": [0.0]}),
+        ("sweep --over k=1 --stages train=3", {"stage.train_s": [3.0]}),
+        ("recommend --drafts ngram@2:1.5", {"draft": ["eagle3@3", "ngram@2"], "context": [31.0]}),
+        (
+            "recommend --training-gpus 2 --stages train=3 --lag 2",
+            {"stage.train_s": [3.0], "lag": [2], "updates": ["in_flight"], "training_gpus": [2]},
+        ),
+        ("compare --drafts ngram@2:1.5,mtp@1:1.8", {"draft": ["ngram@2", "mtp@1"]}),
+        ("compare --drafts none --stages train=3", {"draft": ["none"], "stage.train_s": [3.0]}),
+    ],
+)
+def test_everything_that_a_projection_rests_on_is_listed_and_nothing_else(words, expected, capsys):
+    verb, *rest = words.split()
+    assert main(["simulate", verb, *TINY, "--sigma", "0", "--prompt-tokens", "1", *rest, "--json"]) == 0
+    found = assumed(json.loads(capsys.readouterr().out))
+    assert {name: found.get(name) for name in expected} == expected
+    assert len(found["kv_capacity_tokens"]) == len(found["drafter"])
+
+
 def test_the_same_seed_gives_the_same_bytes_and_another_one_does_not(capsys):
     outputs = []
     for seed in ("3", "3", "4"):
@@ -111,6 +143,12 @@ def test_simulating_loads_no_torch_and_help_loads_nothing_heavy():
         (["sweep", "--over", "k"], "--over -> must be NAME=VALUE,VALUE"),
         (["sweep", "--over", "temperature=1"], "cannot go over temperature"),
         (["async", "--lag", "-1"], "lag of -1"),
+        (["rollout", "--group-size", "0"], "paceline: 1024 requests in groups of 0: choose"),
+        (["rollout", "--prompt-tokens", "-4"], "paceline: prompts of -4 tokens: give 0"),
+        (["rollout", "--engines", "0"], "paceline: engines is 0: give 1 or more"),
+        (["step", "--transport", "0"], "0 GB/s never arrive"),
+        (["recommend", "--training-gpus", "0"], "stages of 0 training GPUs"),
+        (["sweep", "--draft", "none"], "needs a draft: --draft METHOD@K:ALPHA"),
         (["rollout", "--run.seed", "3"], "this command reads none"),
     ],
 )
@@ -134,6 +172,8 @@ def test_what_cannot_work_is_one_paragraph_and_exit_code_2(words, message, tmp_p
         ("rollout --run RUN --prompt-tokens 9", "--prompt-tokens"),
         ("rollout --run RUN --trace lengths.jsonl", "--trace"),
         ("rollout --run RUN --spread 0.3", "--spread"),
+        ("rollout --run RUN --sigma 1.0", "--sigma"),
+        ("rollout --trace lengths.jsonl --sigma 1.0", "--sigma"),
         ("rollout --trace lengths.jsonl --mean-length 2500", "--mean-length"),
         ("rollout --trace lengths.jsonl --max-tokens 9", "--max-tokens"),
         ("rollout --profile p.json --gpus 32", "--gpus"),
@@ -158,6 +198,9 @@ def test_what_cannot_work_is_one_paragraph_and_exit_code_2(words, message, tmp_p
         ("sweep --over gpus=8,16 --engines 2", "--engines"),
         ("sweep --over mean_length=100,200 --mean-length 2500", "--mean-length"),
         ("sweep --over gpus=8,16 --profile p.json", "--over gpus"),
+        ("sweep --over layout=TP1,TP2 --profile p.json", "--over layout"),
+        ("sweep --over hardware=h100,h200 --profile p.json", "--over hardware"),
+        ("sweep --over model=qwen3-8b --profile p.json", "--over model"),
     ],
 )
 def test_an_option_that_cannot_take_effect_is_refused_also_at_its_default_value(words, option, capsys):

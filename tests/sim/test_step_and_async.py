@@ -19,7 +19,7 @@ from paceline.sim.lengths import ConstantLengths, LognormalLengths
 from paceline.sim.models import model
 from paceline.sim.rollout import Engines, simulate_rollout
 from paceline.sim.step import from_generation_share, given, modelled, step_speedup, synchronous
-from paceline.sim.tabled import TabledCost
+from paceline.sim.tabled import tabled
 from paceline.sim.workload import Requests, make_requests
 
 GIVEN = Origin("assumed", "for a test")
@@ -82,8 +82,9 @@ def test_the_closed_form_is_the_period_of_the_event_simulation(lag, train_s):
 
 @pytest.mark.parametrize("updates", ["in_flight", "drained"])
 @pytest.mark.parametrize("lag", [0, 1, 2, 4])
-def test_no_batch_is_older_than_the_lag_and_no_learner_step_comes_before_its_rollouts(lag, updates):
-    stages = given(GIVEN, prepare=0.05, train=0.3)
+@pytest.mark.parametrize("train_s", [0.0, 0.3])
+def test_no_batch_is_older_than_the_lag_and_no_learner_step_comes_before_its_rollouts(train_s, lag, updates):
+    stages = given(GIVEN, prepare=0.05, train=train_s)
     run = simulate_async(
         batches(batches_needed(lag)),
         PlainCost(sequence_s=5e-4),
@@ -95,8 +96,8 @@ def test_no_batch_is_older_than_the_lag_and_no_learner_step_comes_before_its_rol
         updates=updates,
     )
     assert ((run.age >= 0) & (run.age <= lag)).all()
-    assert (run.begun_s >= run.done_s - 1e-9).all()
-    assert (run.exposed_s >= -1e-9).all()
+    # The learner begins when the rollouts are there and the weights of the step before are sent, and no later.
+    np.testing.assert_allclose(run.learned_s, run.begun_s + train_s)
     assert (run.first_s >= run.released_s - 1e-9).all()
 
 
@@ -118,6 +119,18 @@ def test_rollouts_in_flight_are_those_of_releases_that_are_known_from_the_start(
     assert (run.released_s[: lag + 1] == 0).all() and (np.diff(run.released_s) >= 0).all()
 
 
+def test_groups_are_cut_so_that_every_engine_works_on_every_batch_in_flight_too():
+    engines = Engines(8, 64)
+    parts = [make_requests(32, ConstantLengths(100), group_size=16, seed=seed) for seed in range(8)]
+    # Two groups a batch: uncut, a batch would keep two of the eight engines busy.
+    cost = PlainCost(step_s=1e-6, sequence_s=1e-3)
+    run = simulate_async(parts, cost, None, 0, engines, given(GIVEN, train=10.0), lag=1)
+    alone = simulate_rollout(parts[0], cost, None, 0, engines)
+    assert len(set(alone.engine)) == 8
+    # Two batches begin together, and the others one by one while the learner is busy.
+    np.testing.assert_allclose((run.done_s - run.first_s)[2:], alone.makespan_s, rtol=1e-6)
+
+
 def test_a_transfer_stops_what_is_in_flight_for_as_long_as_it_takes():
     parts, cost, engines = batches(6), PlainCost(sequence_s=5e-4), Engines(2, 128)
     # A learner so slow that the engines wait for it: the transfers in between lengthen the period by themselves only.
@@ -129,6 +142,20 @@ def test_a_transfer_stops_what_is_in_flight_for_as_long_as_it_takes():
     # Batches 1 and 2 are generated beside batch 0 and before any transfer; batch 3 begins when the first one has ended.
     np.testing.assert_allclose(slower.done_s[:3], slow.done_s[:3])
     assert slower.first_s[3] == pytest.approx(slower.ready_s[0])
+
+
+def test_a_batch_takes_as_long_as_alone_and_the_transfers_that_it_is_stopped_by():
+    # Sequences that do not slow each other down, and a learner that sends weights while they are decoded.
+    parts, cost, engines, prepare_s = batches(9), PlainCost(), Engines(2, 10_000), 0.5
+    run = simulate_async(parts, cost, None, 0, engines, given(GIVEN, prepare=prepare_s, train=0.1), lag=2)
+    alone_s = [simulate_rollout(part, cost, None, 0, engines).makespan_s for part in parts]
+    stops = [
+        ((run.learned_s >= first) & (run.ready_s <= done)).sum()
+        for first, done in zip(run.first_s, run.done_s, strict=True)
+    ]
+    assert sum(stops) >= 5
+    # A request is admitted between two iterations: up to one of them later than its release.
+    np.testing.assert_allclose(run.done_s - run.first_s, np.array(alone_s) + prepare_s * np.array(stops), atol=0.011)
 
 
 def test_more_lag_never_makes_a_step_longer_while_sequences_do_not_slow_each_other():
@@ -145,10 +172,14 @@ def test_draining_the_engines_costs_time_where_generation_is_the_bottleneck():
     stages = given(GIVEN, prepare=0.05, train=0.1)
     parts, cost, engines = batches(8), PlainCost(sequence_s=5e-4), Engines(4, 64)
     in_flight, drained = (
-        simulate_async(parts, cost, None, 0, engines, stages, lag=1, updates=updates).period_s
+        simulate_async(parts, cost, None, 0, engines, stages, lag=1, updates=updates)
         for updates in ("in_flight", "drained")
     )
-    assert in_flight < drained
+    assert in_flight.period_s < drained.period_s
+    # Batches do not mix, and no transfer meets a live sequence.
+    assert (drained.first_s[1:] >= drained.done_s[:-1] - 1e-9).all()
+    for learned, ready in zip(drained.ready_s - stages.prepare_s, drained.ready_s, strict=True):
+        assert ((drained.done_s <= learned + 1e-9) | (drained.first_s >= ready - 1e-9)).all()
 
 
 def test_an_asynchronous_step_is_never_slower_with_more_accepted():
@@ -166,6 +197,8 @@ def test_the_learner_is_a_floor_and_free_generation_reaches_it():
     run = simulate_async(batches(8), PlainCost(step_s=1e-5), None, 0, Engines(4, 64), stages, lag=1)
     assert run.period_s == pytest.approx(stages.total_s, rel=1e-3)
     assert run.exposed_generate_s == pytest.approx(0.0, abs=1e-2)
+    # Every batch but the first is generated while the learner is one version behind it.
+    assert run.mean_age == 1.0
 
 
 def test_a_step_gains_what_amdahl_allows():
@@ -200,6 +233,16 @@ def test_what_cannot_be_is_refused_with_a_remedy():
         simulate_async(batches(1), PlainCost(), None, 0, Engines(1, 8), stages, lag=1)
     with pytest.raises(ConfigError, match="generation share of 65"):
         from_generation_share(1.0, 65, GIVEN)
+    with pytest.raises(ConfigError, match="0 GB/s never arrive"):
+        modelled(
+            batches(1)[0],
+            model("qwen3-8b"),
+            hardware("h100"),
+            IDEAL,
+            8,
+            weight_bytes=16e9,
+            transport_bytes_per_s=0.0,
+        )
     with pytest.raises(ConfigError, match="stage train"):
         given(GIVEN, train=-1.0)
 
@@ -209,5 +252,5 @@ def test_a_looked_up_cost_is_the_cost(name, layout):
     cost = RooflineCost(hardware("gb200"), model(name), layout)
     live, cached, k = np.array([[1], [7], [300]]), np.array([[50.0], [3e4], [2e6]]), np.array([0, 1, 5])
     np.testing.assert_allclose(
-        TabledCost(cost, 300).iteration_s(live, cached, k), cost.iteration_s(live, cached, k), rtol=1e-9
+        tabled(cost, 300).iteration_s(live, cached, k), cost.iteration_s(live, cached, k), rtol=1e-9
     )

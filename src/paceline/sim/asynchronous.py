@@ -25,7 +25,6 @@ from paceline.sim.cost import Cost
 from paceline.sim.rollout import Engines, Simulation, simulate_rollout
 from paceline.sim.schedule import Schedule
 from paceline.sim.step import Stages
-from paceline.sim.tabled import tabled
 from paceline.sim.workload import Requests
 
 Updates = Literal["in_flight", "drained"]
@@ -54,8 +53,6 @@ class AsyncRun:
     """[B] when its first rollout was admitted."""
     live: tuple[Array, Array]
     """(seconds [J], live sequences of all engines [J]): a step function."""
-    rollouts: int
-    """Responses of one batch."""
 
     @property
     def begun_s(self) -> Array:
@@ -84,6 +81,11 @@ class AsyncRun:
         slack_s = _ROUND * float(np.diff(self.ready_s).mean())
         versions = np.searchsorted(self.ready_s, self.first_s + slack_s, side="right")
         return np.arange(len(self.ready_s)) - versions
+
+    @property
+    def mean_age(self) -> float:
+        """Mean age of a batch, over the same steps."""
+        return float(np.mean(self.age[1:][self._settled]))
 
     @property
     def _settled(self) -> slice:
@@ -116,18 +118,17 @@ def simulate_async(
     learn_s, sync_s = stages.learn_s, stages.prepare_s
     if updates == "drained" or lag == 0:
         return _drained(batches, cost, acceptance, schedule, engines, learn_s, sync_s, lag)
-    cost = tabled(cost, min(engines.slots, sum(map(len, batches))))
     return _in_flight(batches, cost, acceptance, schedule, engines, learn_s, sync_s, lag)
 
 
-def closed_form(generate_s: float, stages: Stages, lag: int, capacity_s: float = 0.0) -> tuple[float, float]:
-    """(period, exposed generation) of an in-flight run in seconds: the longest of three cycles.
+def closed_form(generate_s: float, stages: Stages, lag: int) -> tuple[float, float]:
+    """(period, exposed generation) of an in-flight run in seconds: the longer of two cycles, and so a bound from below.
 
     The learner alone; a batch that is generated, stopped by `lag` transfers, and learned, spread over the lag + 1
-    under way; the work of a batch on engines that are always full (`capacity_s`).
+    under way. That these slow each other down on the same engines is left out.
     """
     cycle_s = generate_s + lag * stages.prepare_s + stages.total_s
-    period = max(stages.total_s, cycle_s / (lag + 1), capacity_s)
+    period = max(stages.total_s, cycle_s / (lag + 1))
     return period, period - stages.total_s
 
 
@@ -161,7 +162,7 @@ def _drained(
         ready[step] = max(learned[step], idle) + sync_s
     first = np.array([curve[0][0] for curve in curves])
     live = (np.concatenate([curve[0] for curve in curves]), np.concatenate([curve[1] for curve in curves]))
-    return AsyncRun(lag, learn_s, sync_s, released, done, learned, ready, first, live, len(batches[0]))
+    return AsyncRun(lag, learn_s, sync_s, released, done, learned, ready, first, live)
 
 
 def _in_flight(
@@ -183,7 +184,8 @@ def _in_flight(
     ends = np.cumsum([len(batch) for batch in batches])
     starts = ends - np.array([len(batch) for batch in batches])
     requests = [batch.released(0.0 if number <= lag else np.inf) for number, batch in enumerate(batches)]
-    simulation = Simulation(Requests.concatenate(requests), cost, acceptance, schedule, engines)
+    joined = Requests.concatenate(requests)
+    simulation = Simulation(joined, cost, acceptance, schedule, engines, batch=len(batches[0]))
     finish_s, stops_s = np.zeros(count), np.zeros(count)
     for number in range(count):
         simulation.run(ends[number])
@@ -206,7 +208,7 @@ def _in_flight(
     first = np.minimum.reduceat(admit_s, starts)
     time_s, live = rollout.active()
     curve = (wall_s(time_s), live)
-    return AsyncRun(lag, learn_s, sync_s, released_s, wall_s(finish_s), learned, ready, first, curve, len(batches[0]))
+    return AsyncRun(lag, learn_s, sync_s, released_s, wall_s(finish_s), learned, ready, first, curve)
 
 
 def batches_needed(lag: int) -> int:

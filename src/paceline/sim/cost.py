@@ -7,7 +7,7 @@ terms of the attention operator are proportional to C, so their p-norm is too. T
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -78,8 +78,6 @@ _ACTIVATION_BYTES = 2.0
 class NoModelDrafter:
     """Drafts that need no forward: n-gram look-up, history. Their host time is `host_spec_s`."""
 
-    method: str = "ngram"
-
 
 @dataclass(frozen=True, slots=True)
 class Eagle3Drafter:
@@ -145,17 +143,6 @@ class RooflineCost:
         parts["draft"] = self._draft_s(num_live, rows, cached, k)
         parts["software"] = self._software_s(num_live, k)
         return parts
-
-    def tabulated(self, max_live: int, ks: Sequence[int]) -> TabulatedCost:
-        """The same seconds for up to `max_live` sequences and the given k, looked up in place of computed."""
-        live = np.arange(1, max_live + 1)
-        far = 1e6 * live
-        base_s = np.full((max(ks) + 1, max_live + 1), np.nan)
-        per_token_s = base_s.copy()
-        for k in ks:
-            base_s[k, 1:] = self.iteration_s(live, np.zeros_like(far), k)
-            per_token_s[k, 1:] = (self.iteration_s(live, far, k) - base_s[k, 1:]) / far
-        return TabulatedCost(self, base_s, per_token_s)
 
     def prefill_s(self, new_tokens: ArrayLike, attention_pairs: ArrayLike) -> Array:
         """See `Cost.prefill_s`. The draft's own pass over the prompt and the output head are left out."""
@@ -356,30 +343,6 @@ class RooflineCost:
         forwards = 0.0 if isinstance(self.drafter, NoModelDrafter) else k
         speculation = np.where(k > 0, efficiency.host_spec_s + efficiency.host_draft_s * forwards, 0.0)
         return efficiency.host_s + speculation + efficiency.sampler_s * num_live * (k + 1.0)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class TabulatedCost:
-    """A roofline for one rollout: the two coefficients of every batch and k. Implements `Cost`."""
-
-    cost: RooflineCost
-    base_s: Array
-    """[k, n] seconds without a cached token; NaN where the rollout never comes."""
-    per_token_s: Array
-    """[k, n] seconds for each cached token."""
-
-    def iteration_s(self, num_live: ArrayLike, cached_tokens: ArrayLike, k: ArrayLike) -> Array:
-        """See `Cost.iteration_s`; integers only."""
-        at = np.asarray(k), np.asarray(num_live)
-        return self.base_s[at] + self.per_token_s[at] * np.asarray(cached_tokens)
-
-    def prefill_s(self, new_tokens: ArrayLike, attention_pairs: ArrayLike) -> Array:
-        """See `Cost.prefill_s`."""
-        return self.cost.prefill_s(new_tokens, attention_pairs)
-
-    def assumptions(self) -> list[Assumption]:
-        """Those of the roofline."""
-        return self.cost.assumptions()
 
 
 def _total(parts: Mapping[str, Array]) -> Array:

@@ -10,7 +10,6 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
 
 from paceline.errors import ConfigError
 from paceline.sim.figures import Assumption, Origin, assumptions
@@ -76,26 +75,6 @@ class Efficiency:
     def assumptions(self) -> list[Assumption]:
         """One line per parameter."""
         return assumptions("efficiency", {name: getattr(self, name) for name in _NAMES}, self.origins)
-
-    def to_dict(self) -> dict[str, Any]:
-        """For JSON: `{name: {value, mark, source}}`; an infinite norm is the text "inf"."""
-        rows = {}
-        for name in _NAMES:
-            value = getattr(self, name)
-            origin = self.origins[name]
-            value = "inf" if value == math.inf else value
-            rows[name] = {"value": value, "mark": origin.mark, "source": origin.source}
-        return rows
-
-    @classmethod
-    def from_dict(cls, rows: Mapping[str, Mapping[str, Any]]) -> Efficiency:
-        """Inverse of `to_dict`; a name that is left out keeps its default. Raises ConfigError for an unknown name."""
-        result = cls()
-        for name, row in rows.items():
-            value = float(row["value"])
-            value = int(value) if name == "tile_rows" else value
-            result = result.replace(Origin(row["mark"], row["source"]), **{name: value})
-        return result
 
 
 _NAMES = [item.name for item in fields(Efficiency) if item.name != "origins"]

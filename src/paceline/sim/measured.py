@@ -6,9 +6,7 @@ out 16-44 % too low from k = 0 and 3), so it is refused; so is a larger batch.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,7 +22,7 @@ class MeasuredCost:
 
     `n` live sequences, `k` drafts, `context` cached tokens per sequence, `seconds` of one engine iteration. The points
     must form a full grid. Between them the time is linear in each of the three; below the smallest n it stays at that
-    n; in the context it continues linearly on either side (with one measured context it is constant).
+    n; in the context it continues linearly on either side, upwards never falling (with one it is constant).
     """
 
     def __init__(self, profile: Mapping[str, Any]) -> None:
@@ -36,7 +34,7 @@ class MeasuredCost:
         self.max_live, self.max_k = int(axes[0][-1]), int(axes[1][-1])
         self.ks = tuple(int(k) for k in axes[1])
         """Measured k; a k between two of them is interpolated."""
-        self._num_contexts = len(axes[2])
+        self._contexts = axes[2]
         self._smallest_n = float(axes[0][0])
         seconds = np.full([len(axis) for axis in axes], np.nan)
         for point in points:
@@ -55,24 +53,17 @@ class MeasuredCost:
             raise ConfigError(
                 f"the profile has a hole at n = {n:g}, k = {k:g}, context = {context:g}: calibrate every combination."
             )
+        if len(axes[2]) > 1:
+            # Noise may let the time fall with the context; it must not go on falling where nothing was measured.
+            rise = np.maximum(seconds[..., -1] - seconds[..., -2], 0.0)
+            seconds = np.concatenate([seconds, (seconds[..., -1] + rise)[..., None]], axis=2)
+            axes[2] = np.append(axes[2], 2 * axes[2][-1] - axes[2][-2])
         # An axis with a single point needs a second one to interpolate; the values are the same there.
         for number, axis in enumerate(axes):
             if len(axis) == 1:
                 axes[number] = np.array([axis[0], axis[0] + 1])
                 seconds = np.repeat(seconds, 2, axis=number)
         self._grid = RegularGridInterpolator(axes, seconds, bounds_error=False, fill_value=None)
-
-    @classmethod
-    def load(cls, path: Path) -> MeasuredCost:
-        """From a profile file. Raises ConfigError when it cannot be read."""
-        try:
-            return cls(json.loads(path.read_text()))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            if isinstance(error, ConfigError):
-                raise
-            raise ConfigError(
-                f"{path} is not a calibration profile ({error}): write one with `paceline calibrate`."
-            ) from error
 
     def iteration_s(self, num_live: ArrayLike, cached_tokens: ArrayLike, k: ArrayLike) -> np.ndarray:
         """See `Cost.iteration_s`. Raises ConfigError above the largest measured n or k."""
@@ -87,7 +78,7 @@ class MeasuredCost:
         if num_live.max(initial=0) > self.max_live:
             raise ConfigError(
                 f"{num_live.max():g} live sequences, but the profile was measured up to n = {self.max_live}: "
-                "calibrate with a larger n, or lower the slots of an engine."
+                "calibrate with a larger n, or set max_num_seqs (--max-num-seqs) no higher than that."
             )
         where = np.stack([np.maximum(num_live, self._smallest_n), k, cached / num_live], axis=-1)
         return self._grid(where).reshape(num_live.shape)
@@ -98,12 +89,13 @@ class MeasuredCost:
 
     def assumptions(self) -> list[Assumption]:
         """What was measured, and what is not in it."""
-        grid = {"k": self.ks, "n": f"up to {self.max_live}", "contexts": self._num_contexts}
+        contexts = f"{self._contexts[0]:g} to {self._contexts[-1]:g} tokens, linear beyond"
+        grid = {"k": self.ks, "n": f"up to {self.max_live}", "context": contexts}
         result = [
             Assumption("cost.iteration_s", grid, "measured", self._source),
             Assumption("cost.prefill_s", 0.0, "assumed", "a profile holds decode iterations only"),
         ]
-        if self._num_contexts == 1:
+        if len(self._contexts) == 1:
             result.append(Assumption("cost.context", "constant", "assumed", "one context was measured"))
         return result
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -118,7 +119,11 @@ def model(name: str | Path) -> ModelShape:
             f"model {str(name)!r} is neither in the table ({', '.join(MODELS)}) nor a folder with a config.json. "
             "Give one of them."
         )
-    return model_from_config(json.loads(path.read_text()), path.resolve().parent.name)
+    try:
+        config = json.loads(path.read_text())
+    except ValueError as error:
+        raise ConfigError(f"{path} is no JSON ({error}): give the config.json of a decoder model.") from error
+    return model_from_config(config, path.resolve().parent.name)
 
 
 def model_from_config(config: Mapping[str, Any], name: str) -> ModelShape:
@@ -151,6 +156,13 @@ def _integer(config: Mapping[str, Any], key: str, name: str) -> int:
     return int(config[key])
 
 
+def _has_window(config: Mapping[str, Any]) -> bool:
+    """Whether a sliding window is shorter than the longest sequence. Many configs name one that they do not use."""
+    window = config.get("sliding_window")
+    longest = config.get("max_position_embeddings", math.inf)
+    return bool(window) and config.get("use_sliding_window", True) and window < longest
+
+
 def _refuse_unmodelled(config: Mapping[str, Any], name: str) -> None:
     """A wrong cost that looks right is worse than none."""
     found = None
@@ -158,6 +170,8 @@ def _refuse_unmodelled(config: Mapping[str, Any], name: str) -> None:
         found = "multi-head latent attention (kv_lora_rank)"
     elif any(kind != "full_attention" for kind in config.get("layer_types") or ()):
         found = "layers without full attention (layer_types)"
+    elif _has_window(config):
+        found = "windowed attention (sliding_window)"
     elif config.get("n_shared_experts") or config.get("shared_expert_intermediate_size"):
         found = "shared experts"
     elif config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1 or config.get("n_routed_experts"):

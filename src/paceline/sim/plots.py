@@ -145,6 +145,8 @@ def heat_maps(report: Record) -> Any:
         for name in ("rollout_speedup", "step_speedup")
         if any(point[name] is not None for point in record["points"])
     ]
+    if not maps:
+        return None
     figure, axes = _axes(1, len(maps), width=1.5 + 0.8 * len(axes_of[across]), height=1.2 + 0.6 * len(axes_of[down]))
     for axis, (mode, record, name) in zip(axes, maps, strict=True):
         points = [p for p in record["points"] if all(p["at"][other] == axes_of[other][0] for other in others)]

@@ -145,11 +145,13 @@ def smallest_layout(scenario: Scenario) -> str:
 
 
 def _fitting(scenario: Scenario) -> Iterator[tuple[str, Scenario]]:
+    # Made here, not in the loop: what is wrong with them is wrong with no layout.
+    requests = scenario.requests()
     found, reasons = False, []
     for layout in PUBLISHED_LAYOUTS if find_model(scenario.model).num_experts else DENSE_LAYOUTS:
         there = scenario.replace(layout=layout.name)
         try:
-            check_capacity(there.requests(), there.engines_of("ideal"), there.draft.k)
+            check_capacity(requests, there.engines_of("ideal"), there.draft.k)
         except ConfigError as error:
             reasons.append(f"{layout.name}: {error}")
             continue

@@ -66,12 +66,12 @@ def cells(
     return table
 
 
-def best_by_batch(table: Sequence[Cell], margin: float = 0.0) -> dict[int, Cell | None]:
-    """Batch -> the fastest cell; None where no speculation is as fast. A gain within `margin` (fraction) is none."""
+def best_by_batch(table: Sequence[Cell]) -> dict[int, Cell | None]:
+    """Batch -> the fastest cell; None where no speculation is as fast."""
     best: dict[int, Cell | None] = {cell.live: None for cell in table}
     for cell in sorted(table, key=lambda cell: cell.k):
         rival = best[cell.live]
-        if cell.gain > 1.0 + margin and (rival is None or cell.gain > rival.gain):
+        if cell.gain > 1.0 and (rival is None or cell.gain > rival.gain):
             best[cell.live] = cell
     return best
 
@@ -158,6 +158,8 @@ def splits(
 
     `stages` are those of `stages_gpus` training GPUs; logprob and train go with one over their number (assumed).
     """
+    if stages_gpus < 1:
+        raise ConfigError(f"stages of {stages_gpus} training GPUs: give 1 or more (--training-gpus)")
     unit = parse_layout(scenario.layout).engine_gpus
     whole = total_gpus // unit
     if whole < 2:

@@ -38,6 +38,8 @@ from paceline.sim.validate import Run, Validation
 Record = dict[str, Any]
 StagesOf = Mapping[Mode, Stages]
 
+_CONTEXT = "tokens of a sequence in the tables by batch: its prompt and half of a mean response"
+
 CURVE_POINTS = 200
 """Points of a live-batch curve that are kept."""
 
@@ -107,12 +109,7 @@ def async_report(
         alone = project_rollout(scenario, mode)
         arms = {"none": pair.none, scenario.draft.name: pair.spec}
         rollouts = {"none": alone.none.makespan_s, scenario.draft.name: alone.spec.makespan_s}
-        lines = [
-            *step_assumptions(scenario, mode, stages[mode]),
-            Assumption("lag", lag, "assumed", "policy versions"),
-            Assumption("updates", updates, "assumed", "what engines do when new weights come"),
-            Assumption("kv cache after new weights", "kept", "assumed", "keys and values are not computed again"),
-        ]
+        lines = [*step_assumptions(scenario, mode, stages[mode]), *_beside_training(lag, updates)]
         gpus = None if scenario.measured(mode) else scenario.gpus + training_gpus
         return {
             "arms": {name: _async(run, rollouts[name], stages[mode]) for name, run in arms.items()},
@@ -135,14 +132,21 @@ def sweep_report(
     updates: Updates,
 ) -> Record:
     """`paceline simulate sweep`: a grid."""
+    named = {name: list(values) for name, values in axes.items()}
 
     def of_mode(mode: Mode) -> Record:
         given = None if stages is None else stages[mode]
         points = sweep(scenario, mode, axes, stages=given, generation_share=generation_share, updates=updates)
-        lines = scenario.assumptions(mode) if given is None else step_assumptions(scenario, mode, given)
+        lines = scenario.assumptions(mode)
+        if given is not None or "lag" in axes:
+            lines += (given or Stages()).assumptions()
+        if "lag" in axes:
+            lines += _beside_training(named["lag"], updates)
+        if generation_share is not None:
+            lines.append(Assumption("generation_share", generation_share, "assumed", "of a step without speculation"))
+        lines.append(Assumption("axes", named, "assumed", "the grid: they replace the values of the same inputs here"))
         return {"points": [_point(point) for point in points], **_marks(lines)}
 
-    named = {name: list(values) for name, values in axes.items()}
     return _report("sweep", scenario, {mode: of_mode(mode) for mode in modes}, axes=named)
 
 
@@ -180,6 +184,7 @@ def recommend_report(
         own_ks = [k for k in tried if scenario.draft.acceptance and k <= scenario.draft.acceptance.max_k]
         choices = rollouts_by_k(scenario, mode, own_ks) if own_ks else []
         fastest = max(choices, key=lambda choice: choice.speedup) if choices else None
+        lines = [*_with_drafts(scenario, drafts, mode), Assumption("context", context, "assumed", _CONTEXT)]
         record: Record = {
             "context": context,
             "cells": [{**asdict(cell), "gain": cell.gain} for cell in table],
@@ -187,7 +192,6 @@ def recommend_report(
             "rollouts": [asdict(choice) for choice in choices],
             "fastest": None if fastest is None else asdict(fastest),
             "break_even": {str(k): break_even(scenario, mode, k) for k in own_ks},
-            **_marks(scenario.assumptions(mode)),
         }
         if stages is not None and training_gpus is not None and not scenario.measured(mode):
             total = scenario.gpus + training_gpus
@@ -197,7 +201,11 @@ def recommend_report(
                 "none": asdict(min(found, key=lambda split: split.none_s)),
                 "spec": asdict(min(found, key=lambda split: split.spec_s)),
             }
-        return record
+            lines += [*stages[mode].assumptions(), *_beside_training(lag, updates)]
+            lines.append(
+                Assumption("training_gpus", training_gpus, "assumed", "of these stages; others scale perfectly")
+            )
+        return {**record, **_marks(lines)}
 
     names = [draft.name for draft in drafts]
     return _report("recommend", scenario, {mode: of_mode(mode) for mode in modes}, drafts=names, lag=lag)
@@ -217,9 +225,10 @@ def compare_report(
             arms[name] = {"rollout_s": choice.rollout_s, "rollout_speedup": choice.speedup}
             if rest is not None:
                 arms[name] |= {"step_s": step_of[name], "step_speedup": step_of["none"] / step_of[name]}
-        acceptances = [line for draft in drafts for line in draft.assumptions()]
-        lines = scenario.assumptions(mode) if stages is None else step_assumptions(scenario, mode, stages[mode])
-        return {"arms": arms, "money": _money(step_of, _gpus(scenario, mode), price), **_marks([*lines, *acceptances])}
+        compared = [draft for draft in drafts if draft.method != "none"]
+        lines = _with_drafts(scenario.replace(draft=(compared or [Draft()])[0]), compared, mode)
+        lines += [] if stages is None else stages[mode].assumptions()
+        return {"arms": arms, "money": _money(step_of, _gpus(scenario, mode), price), **_marks(lines)}
 
     return _report("compare", scenario, {mode: of_mode(mode) for mode in modes})
 
@@ -248,6 +257,19 @@ def validate_report(run: Run, validation: Validation, lines: Sequence[Assumption
         "marks": {"predicted_s": weakest(lines), "measured_s": "measured"},
         **_marks(lines),
     }
+
+
+def _with_drafts(scenario: Scenario, drafts: Sequence[Draft], mode: Mode) -> list[Assumption]:
+    """Of the scenario, and of the scenario with each of the drafts: what they share stands once in the output."""
+    return [line for one in (scenario.draft, *drafts) for line in scenario.replace(draft=one).assumptions(mode)]
+
+
+def _beside_training(lag: object, updates: Updates) -> list[Assumption]:
+    return [
+        Assumption("lag", lag, "assumed", "policy versions"),
+        Assumption("updates", updates, "assumed", "what engines do when new weights come"),
+        Assumption("kv cache after new weights", "kept", "assumed", "keys and values are not computed again"),
+    ]
 
 
 def _report(verb: str, scenario: Scenario, modes: Mapping[Mode, Record], **more: object) -> Record:
@@ -319,7 +341,7 @@ def _async(run: AsyncRun, rollout_s: float, stages: Stages) -> Record:
         "step_s": run.period_s,
         "exposed_generate_s": run.exposed_generate_s,
         "closed_form": {"step_s": period, "exposed_generate_s": exposed},
-        "mean_age": float(np.mean(run.age)),
+        "mean_age": run.mean_age,
         "batches": {
             "first_s": run.first_s.tolist(),
             "done_s": run.done_s.tolist(),
@@ -464,7 +486,7 @@ def _recommend_tables(report: Record) -> list[RenderableType]:
             table.add_row(live, *(("none", "0", "1.00x") if best is None else (best[0], str(best[1]), _times(best[2]))))
         found += [table, _break_even_table(mode, record)]
         if record["rollouts"]:
-            found.append(_choices_table(mode, record))
+            found.append(_choices_table(mode, record, report["scenario"]["draft"].partition("@")[0]))
         if "splits" in record:
             found.append(_split_table(mode, record, report["lag"]))
     return found
@@ -499,8 +521,8 @@ def _break_even_table(mode: str, record: Record) -> Table:
     return table
 
 
-def _choices_table(mode: str, record: Record) -> Table:
-    title = f"k for the whole rollout, {mode} ({record['mark']})"
+def _choices_table(mode: str, record: Record, method: str) -> Table:
+    title = f"k for the whole rollout with {method}, {mode} ({record['mark']})"
     table = _table(title)
     for name in ("k", "rollout s", "rollout speedup"):
         table.add_column(name, justify="right")

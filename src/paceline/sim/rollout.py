@@ -18,9 +18,10 @@ import numpy as np
 
 from paceline.errors import ConfigError
 from paceline.sim.acceptance import Acceptance
-from paceline.sim.cost import Cost, RooflineCost
+from paceline.sim.cost import Cost
 from paceline.sim.figures import Assumption
 from paceline.sim.schedule import Schedule, schedule_table
+from paceline.sim.tabled import tabled
 from paceline.sim.workload import Requests
 
 _ROUND = 1e-9
@@ -37,7 +38,10 @@ class Engines:
     kv_capacity_tokens: float = np.inf
     """Per engine. When it is full the sequence admitted last is preempted; it recomputes its tokens later."""
     prefix_sharing: bool = True
-    """Members of a group on one engine store their prompt once and compute it once."""
+    """Members of a group on one engine store their prompt once and compute it once.
+
+    So does vLLM, also for members that are admitted in the same step, but in whole blocks (16 tokens on a GPU, 128 on a
+    CPU), and never the last token, nor the last such block under EAGLE-3 or MTP: a shorter prompt is not shared."""
 
     def __post_init__(self) -> None:
         if self.num_engines < 1 or self.slots < 1 or self.kv_capacity_tokens <= 0:
@@ -45,12 +49,15 @@ class Engines:
 
     def assumptions(self) -> list[Assumption]:
         """One line each."""
-        source = "set for this projection"
         return [
-            Assumption("engines.num_engines", self.num_engines, "assumed", source),
-            Assumption("engines.slots", self.slots, "assumed", source),
-            Assumption("engines.kv_capacity_tokens", self.kv_capacity_tokens, "assumed", source),
-            Assumption("engines.prefix_sharing", self.prefix_sharing, "assumed", source),
+            Assumption("engines", self.num_engines, "assumed", "that share the responses"),
+            Assumption("max_num_seqs", self.slots, "assumed", "sequences in flight per engine"),
+            Assumption(
+                "kv_capacity_tokens", self.kv_capacity_tokens, "assumed", "of an engine, beside weights and draft"
+            ),
+            Assumption(
+                "prefix_sharing", self.prefix_sharing, "assumed", "whether a group's prompt is read once per engine"
+            ),
         ]
 
 
@@ -149,11 +156,11 @@ def check_capacity(requests: Requests, engines: Engines, max_k: int) -> None:
         )
 
 
-def deal(requests: Requests, engines: Engines) -> list[np.ndarray]:
+def deal(requests: Requests, engines: Engines, batch: int | None = None) -> list[np.ndarray]:
     """[R] arrays of request numbers in the order in which each engine meets them.
 
-    In turn, by release. With shared prefixes a whole group goes to one engine, unless that would leave engines idle:
-    then groups are cut into equal parts.
+    In turn, by release. With shared prefixes a whole group goes to one engine, unless that would leave engines idle
+    that `batch` requests (default: all) could keep busy: then groups are cut into equal parts.
     """
     order = np.argsort(requests.release_s, kind="stable")
     chunk = np.arange(len(order))
@@ -161,7 +168,7 @@ def deal(requests: Requests, engines: Engines) -> list[np.ndarray]:
         groups = requests.groups[order]
         starts = np.flatnonzero(np.r_[True, groups[1:] != groups[:-1]])
         sizes = np.diff(np.r_[starts, len(order)])
-        pieces = np.ceil(sizes / max(len(order) // engines.num_engines, 1))
+        pieces = np.ceil(sizes / max((batch or len(order)) // engines.num_engines, 1))
         part = np.repeat(np.ceil(sizes / pieces).astype(int), sizes)
         within = chunk - np.repeat(starts, sizes)
         chunk = np.cumsum(within % part == 0) - 1
@@ -196,14 +203,15 @@ class Simulation:
         acceptance: Acceptance | None,
         schedule: Schedule | int,
         engines: Engines,
+        batch: int | None = None,
     ) -> None:
+        """`batch`: see `deal`."""
         table = schedule_table(schedule, engines.slots)
         gains = _tokens_per_iteration(requests, acceptance, table)
         check_capacity(requests, engines, int(table.max()))
-        if isinstance(cost, RooflineCost):
-            cost = cost.tabulated(engines.slots, sorted(gains))
         count, rows = len(requests), engines.num_engines
-        self.cost, self.table, self.capacity = cost, table, engines.kv_capacity_tokens
+        self.cost, self.table = tabled(cost, engines.slots, sorted(gains)), table
+        self.capacity = engines.kv_capacity_tokens
         self.empty = count
         self.lookahead = int(table.max()) + 1
         """KV slots that one iteration may write per sequence: k drafts and one token."""
@@ -218,7 +226,7 @@ class Simulation:
         self.release_s = np.append(requests.release_s, np.inf)
         self.remaining = self.lengths.copy()
 
-        queues = deal(requests, engines)
+        queues = deal(requests, engines, batch)
         self.queued = np.array([len(queue) for queue in queues])
         self.queue = np.full((rows, int(self.queued.max()) + 1), self.empty)
         self.position = np.zeros(count + 1, dtype=np.int64)

@@ -82,8 +82,9 @@ def parse_draft(text: str, spread: float = 0.0) -> Draft:
     if method == "none" or k == 0:
         raise ConfigError(f"{text!r}: without drafts there is no k and no acceptance length: write none")
     first = Acceptance.from_length(float(match[3]), k).conditional[0]
+    positions = max(k, 16)  # Not k alone: other k are asked about, too.
     origin = Origin("assumed", f"acceptance length {match[3]} at k = {k}, the same acceptance at every position")
-    return Draft(method, k, Acceptance.geometric(first, spread=spread, origin=origin))
+    return Draft(method, k, Acceptance.geometric(first, num_positions=positions, spread=spread, origin=origin))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,6 +121,12 @@ class Scenario:
     """With a profile: engines like the measured one. Else derived from `gpus` and `layout`."""
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        for name in ("gpus", "rollouts", "max_num_seqs", "engines"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} is {value}: give 1 or more")
+
     def replace(self, **changes: object) -> Scenario:
         """A copy with other values."""
         return dataclasses.replace(self, **changes)  # pyrefly: ignore[bad-argument-type]
@@ -149,9 +156,10 @@ class Scenario:
     def engines_of(self, mode: Mode) -> Engines:
         """The engines that share the rollouts."""
         if self.measured(mode):
-            return Engines(self.engines or 1, self.max_num_seqs)
+            # As in a replay: on a CPU vLLM shares whole blocks of 128 tokens, and most prompts are shorter.
+            return Engines(1 if self.engines is None else self.engines, self.max_num_seqs, prefix_sharing=False)
         roofline = self.roofline(IDEAL)
-        count = self.engines or num_engines(roofline.layout, self.gpus)
+        count = num_engines(roofline.layout, self.gpus) if self.engines is None else self.engines
         return Engines(count, self.max_num_seqs, kv_capacity_tokens=roofline.kv_capacity_tokens())
 
     def requests(self, rollouts: int | None = None, seed: int | None = None) -> Requests:
@@ -167,7 +175,6 @@ class Scenario:
 
     def assumptions(self, mode: Mode) -> list[Assumption]:
         """Everything that a projection in this mode rests on."""
-        engines = self.engines_of(mode)
         return [
             *self.cost(mode).assumptions(),
             *self.draft.assumptions(),
@@ -175,8 +182,8 @@ class Scenario:
             Assumption("rollouts", self.rollouts, "assumed", "responses per step"),
             Assumption("group_size", self.group_size, "assumed", "responses per prompt"),
             Assumption("prompt_tokens", self.prompt_tokens, "assumed", "of every prompt"),
-            Assumption("engines", engines.num_engines, "assumed", "that share the responses"),
-            Assumption("max_num_seqs", self.max_num_seqs, "assumed", "sequences in flight per engine"),
+            Assumption("seed", self.seed, "assumed", "of lengths and spread"),
+            *self.engines_of(mode).assumptions(),
         ]
 
     def to_dict(self) -> dict[str, object]:

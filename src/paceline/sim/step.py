@@ -104,8 +104,10 @@ def modelled(
     attention = 2.0 * model.num_layers * model.num_heads * model.head_size
     flop = float(np.sum(tokens * (2.0 * model.active_parameters + attention * tokens)))
     peak = gpus * hardware.bf16_flops
-    rate = transport_bytes_per_s or hardware.network_bytes_per_s
-    marks = {name: efficiency.origins[name] for name in ("mfu_train", "mfu_logprob", "prepare_s")}
+    rate = hardware.network_bytes_per_s if transport_bytes_per_s is None else transport_bytes_per_s
+    if not rate > 0:
+        raise ConfigError(f"weights that travel at {rate / 1e9:g} GB/s never arrive: give a rate above 0")
+    marks = {name: efficiency.origins[name] for name in ("mfu_train", "mfu_logprob")}
     transport = "network rate of the hardware" if transport_bytes_per_s is None else f"{rate / 1e9:g} GB/s as given"
     return Stages(
         prepare_s=efficiency.prepare_s + weight_bytes / rate,

@@ -27,6 +27,10 @@ _OFF = {"k", "alpha"}
 """Axes that a rollout without speculation does not depend on."""
 
 
+_OF_MODELLED = {"gpus", "model", "hardware", "layout"}
+"""Axes that a measured engine does not depend on."""
+
+
 @dataclass(frozen=True, slots=True)
 class Point:
     """One point of a grid; times are None where it cannot exist (alpha above k + 1)."""
@@ -59,6 +63,9 @@ def sweep(
     unknown = sorted(set(axes) - set(AXES))
     if unknown:
         raise ConfigError(f"a sweep cannot go over {', '.join(unknown)}: it knows {', '.join(AXES)}")
+    fixed = _OF_MODELLED & set(axes)
+    if fixed and scenario.measured(mode):
+        raise ConfigError(f"--over {min(fixed)} has no effect on the engine of --profile. Leave one of the two out")
     plain: dict[tuple[object, ...], float] = {}
     points = []
     for values in itertools.product(*axes.values()):
@@ -95,6 +102,8 @@ def at_point(scenario: Scenario, at: Mapping[str, object]) -> Scenario | None:
 
 
 def _draft(draft: Draft, at: Mapping[str, object]) -> Draft | None:
+    if draft.method == "none":
+        raise ConfigError("a grid over k or alpha needs a draft: --draft METHOD@K:ALPHA, for example eagle3@3:3.0")
     k = int(str(at.get("k", draft.k)))
     if "alpha" not in at:
         return replace(draft, k=k)

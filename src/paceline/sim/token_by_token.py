@@ -24,6 +24,8 @@ class DrawnRollout:
 
     finish_s: np.ndarray
     """[N]"""
+    admit_s: np.ndarray
+    """[N] first admission."""
     tokens: int
     preemptions: int
 
@@ -45,14 +47,14 @@ def token_by_token(
     table = schedule_table(schedule, engines.slots)
     check_capacity(requests, engines, int(table.max()))
     rng = np.random.default_rng(seed)
-    finish_s = np.zeros(len(requests))
+    finish_s, admit_s = np.zeros(len(requests)), np.full(len(requests), np.inf)
     tokens = preemptions = 0
     for queue in deal(requests, engines):
         engine = _Engine(requests, cost, acceptance, table, engines, rng)
-        engine.run(deque(queue.tolist()), finish_s)
+        engine.run(deque(queue.tolist()), admit_s, finish_s)
         tokens += engine.tokens
         preemptions += engine.preemptions
-    return DrawnRollout(finish_s, tokens, preemptions)
+    return DrawnRollout(finish_s, admit_s, tokens, preemptions)
 
 
 class _Engine:
@@ -76,11 +78,11 @@ class _Engine:
         self.tokens = 0
         self.preemptions = 0
 
-    def run(self, waiting: deque[int], finish_s: np.ndarray) -> None:
+    def run(self, waiting: deque[int], admit_s: np.ndarray, finish_s: np.ndarray) -> None:
         while waiting or self.live:
             if not self.live:
                 self.clock = max(self.clock, float(self.requests.release_s[waiting[0]]))
-            self._admit(waiting)
+            self._admit(waiting, admit_s)
             while self._kv_tokens() + len(self.live) * self.lookahead > self.engines.kv_capacity_tokens:
                 waiting.appendleft(self.live.pop())
                 self.preemptions += 1
@@ -89,7 +91,7 @@ class _Engine:
                 finish_s[request] = self.clock
                 self.live.remove(request)
 
-    def _admit(self, waiting: deque[int]) -> None:
+    def _admit(self, waiting: deque[int], admit_s: np.ndarray) -> None:
         new_tokens = pairs = 0.0
         moment = self.clock
         while waiting and len(self.live) < self.engines.slots and self.requests.release_s[waiting[0]] <= moment:
@@ -100,6 +102,7 @@ class _Engine:
             if self._kv_tokens() + new + (len(self.live) + 1) * self.lookahead > self.engines.kv_capacity_tokens:
                 break
             self.live.append(waiting.popleft())
+            admit_s[request] = min(admit_s[request], moment)
             new_tokens += new
             pairs += new * ((prompt if stored else 0) + new / 2)
         if new_tokens:

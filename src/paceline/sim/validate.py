@@ -170,7 +170,8 @@ def _acceptance(steps: Sequence[RunStep], source: str) -> Acceptance | None:
     if not steps:
         return None
     width = max(len(step.conditional) for step in steps)
-    columns = [[step.conditional[j] for step in steps if j < len(step.conditional)] for j in range(width)]
+    rows = [_every_block(step) for step in steps]
+    columns = [[row[j] for row in rows if j < len(row)] for j in range(width)]
     return Acceptance(tuple(statistics.fmean(column) for column in columns), origin=Origin("measured", source))
 
 
@@ -250,7 +251,8 @@ def replay_step(
     """The rollouts of one step on one engine.
 
     The step that takes in a prompt samples one token, whatever k is: a response of T tokens takes 1 + (T - 1) / g steps
-    of g tokens each, as many as one of T - 1 + g tokens that is drafted from the start.
+    of g tokens each, as many as one of T - 1 + g tokens that is drafted from the start. Each prompt is read in full:
+    on a CPU vLLM shares one between samples in whole blocks of 128 tokens only (see `Engines.prefix_sharing`).
     """
     engines = Engines(1, max_num_seqs, prefix_sharing=False)
     count = len(step.lengths)

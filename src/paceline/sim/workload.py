@@ -71,7 +71,7 @@ def make_requests(
 
     Lengths are drawn independently, also within a group. Raises ConfigError when groups would be incomplete.
     """
-    if num_requests < 1 or num_requests % group_size:
+    if num_requests < 1 or group_size < 1 or num_requests % group_size:
         raise ConfigError(
             f"{num_requests} requests in groups of {group_size}: choose a positive multiple of the group size."
         )
@@ -79,6 +79,8 @@ def make_requests(
     length_rng, prompt_rng, shift_rng = (np.random.default_rng(part) for part in np.random.SeedSequence(seed).spawn(3))
     num_groups = num_requests // group_size
     if isinstance(prompt_tokens, int):
+        if prompt_tokens < 0:
+            raise ConfigError(f"prompts of {prompt_tokens} tokens: give 0 (prompts cost nothing) or more.")
         prompts = np.full(num_groups, prompt_tokens, dtype=np.int64)
         note = Assumption("prompt_tokens", prompt_tokens, "assumed", "a constant")
     else:
