@@ -18,6 +18,7 @@ from paceline.spec.sampling import LogitsError, log_probs
 from paceline.testing.faults import P_LIMIT, chi_square_p
 
 VOCAB, COPIES = 8, 6000
+WALKS = ["slot by slot", "all slots at once"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +95,14 @@ def samplers():
     current_platform.import_kernels()
     current_platform.register_triton_kernel_overrides()
     plain = Sampler("processed_logprobs")
-    return {"vllm": RejectionSampler(plain), "slots": SlotSampler(plain)}
+    walks = {name: SlotSampler(plain) for name in WALKS}
+    walks["slot by slot"].whole_up_to, walks["all slots at once"].whole_up_to = 0, 1 << 60
+    return {"vllm": RejectionSampler(plain), **walks}
+
+
+@pytest.fixture(params=WALKS)
+def walk(samplers, request):
+    return samplers[request.param]
 
 
 def spec_metadata(cases: list[Case]):
@@ -177,10 +185,10 @@ def tails(sampler, names: list[str], *, seed: int, copies: int = COPIES, change=
 
 
 @pytest.mark.parametrize("batch", BATCHES)
-@pytest.mark.parametrize("kind", ["vllm", "slots"])
+@pytest.mark.parametrize("kind", ["vllm", *WALKS])
 def test_committed_tokens_follow_the_policy_in_every_mixture(samplers, kind, batch):
     """Chi-square over whole blocks; a right sampler fails one of the cases with probability 1e-6."""
-    names = [name for name in BATCHES[batch] if kind == "slots" or -1 not in CASES[name].drafts]
+    names = [name for name in BATCHES[batch] if kind in WALKS or -1 not in CASES[name].drafts]
     found = tails(samplers[kind], names, seed=1)
     assert {name: p for name, p in found.items() if p < P_LIMIT / len(found)} == {}
 
@@ -188,7 +196,7 @@ def test_committed_tokens_follow_the_policy_in_every_mixture(samplers, kind, bat
 def test_vllms_cpu_kernel_may_accept_a_placeholder_and_the_walk_does_not(samplers):
     """`rejection_random_sample_kernel_impl` (0.32.0) accepts a -1 now and then and goes on behind it."""
     names = ["placeholder first", "placeholder in the middle"]
-    theirs, ours = (tails(samplers[kind], names, seed=5, copies=40_000) for kind in ("vllm", "slots"))
+    theirs, ours = (tails(samplers[kind], names, seed=5, copies=40_000) for kind in ("vllm", WALKS[0]))
     assert max(theirs.values()) < P_LIMIT < min(ours.values())
 
 
@@ -198,19 +206,19 @@ CELLS = 60
 
 
 @pytest.mark.parametrize("drafts", [(2, 1), (0, 0), (2, 0), (1, -1), (-1, 1), (-1, -1), (1,), ()])
-def test_integrated_over_its_noise_the_law_is_the_enumerated_one(samplers, monkeypatch, drafts):
-    law = integrated_law(samplers["slots"], monkeypatch, drafts)
+def test_integrated_over_its_noise_the_law_is_the_enumerated_one(walk, monkeypatch, drafts):
+    law = integrated_law(walk, monkeypatch, drafts)
     assert largest_difference(law, chain_law(sixths(len(drafts)), drafts, None)) < 1e-12
 
 
-def test_noise_shared_between_acceptance_and_draw_is_caught(samplers, monkeypatch):
+def test_noise_shared_between_acceptance_and_draw_is_caught(walk, monkeypatch):
     """The planted fault: the draw after a rejection reuses the number that rejected."""
 
     def share(noise):
         noise[:, 1:] = noise[:, :1]
         return noise
 
-    law = integrated_law(samplers["slots"], monkeypatch, (0, 1), share)
+    law = integrated_law(walk, monkeypatch, (0, 1), share)
     assert largest_difference(law, chain_law(sixths(2), (0, 1), None)) > 1e-3
 
 
@@ -232,12 +240,12 @@ def integrated_law(sampler, monkeypatch, drafts: tuple[int, ...], change=lambda 
     return {key: count / rows for key, count in observed(tokens).items()}
 
 
-def test_noise_of_exactly_zero_accepts_nothing_that_the_policy_cannot_sample(samplers, monkeypatch):
+def test_noise_of_exactly_zero_accepts_nothing_that_the_policy_cannot_sample(walk, monkeypatch):
     from paceline.engine.vllm import sampler as module
 
     monkeypatch.setattr(module, "draw_uniforms", lambda counts, generators, device: torch.zeros(1, 4).double())
     case = dataclasses.replace(CASES["top-k, drafts outside it"], drafts=unlikely(16))
-    tokens = samplers["slots"](spec_metadata([case]), None, case.logits(), sampling_metadata([case])).sampled_token_ids
+    tokens = walk(spec_metadata([case]), None, case.logits(), sampling_metadata([case])).sampled_token_ids
     assert tokens[0, 1:].tolist() == [-1, -1, -1]
     assert int(tokens[0, 0]) in case.logits()[0].topk(3).indices.tolist()
 
@@ -257,33 +265,33 @@ def committed(output, row: int) -> list[int]:
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.temperature > 0])
-def test_a_seeded_request_does_not_depend_on_who_shares_its_batch(samplers, name):
+def test_a_seeded_request_does_not_depend_on_who_shares_its_batch(walk, name):
     others = list(CASES)
     for seed in range(20):
-        alone = committed(one_call(samplers["slots"], [name], {0: seed}), 0)
-        assert committed(one_call(samplers["slots"], [name], {0: seed}), 0) == alone
+        alone = committed(one_call(walk, [name], {0: seed}), 0)
+        assert committed(one_call(walk, [name], {0: seed}), 0) == alone
         crowd = [*others[seed:], name, *others[:seed]]
         seeds = {row: 1000 + row for row in range(0, len(crowd), 2)} | {len(others[seed:]): seed}
         with torch.random.fork_rng():
             torch.manual_seed(seed)
-            assert committed(one_call(samplers["slots"], crowd, seeds), len(others[seed:])) == alone
+            assert committed(one_call(walk, crowd, seeds), len(others[seed:])) == alone
 
 
-def test_seeds_and_unseeded_requests_give_different_tokens(samplers):
+def test_seeds_and_unseeded_requests_give_different_tokens(walk):
     names = ["placeholder first"] * 64
-    seeded = one_call(samplers["slots"], names, {row: row for row in range(64)}).sampled_token_ids
+    seeded = one_call(walk, names, {row: row for row in range(64)}).sampled_token_ids
     assert len(set(seeded[:, 0].tolist())) > 4
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        first, second = (one_call(samplers["slots"], names, {0: 5}).sampled_token_ids for _ in range(2))
+        first, second = (one_call(walk, names, {0: 5}).sampled_token_ids for _ in range(2))
     assert torch.equal(first[0], second[0])
     assert not torch.equal(first[1:], second[1:])
 
 
-def test_seeded_requests_follow_the_policy(samplers):
+def test_seeded_requests_follow_the_policy(walk):
     """2,000 seeds of one case, false-alarm rate 1e-6: seeds that are neighbours draw independently."""
     names = ["most likely drafts"] * 2000
-    tokens = one_call(samplers["slots"], names, {row: row for row in range(2000)}).sampled_token_ids
+    tokens = one_call(walk, names, {row: row for row in range(2000)}).sampled_token_ids
     assert tail(observed(tokens), CASES["most likely drafts"].law()) > P_LIMIT
 
 
@@ -291,7 +299,7 @@ def test_seeded_requests_follow_the_policy(samplers):
 
 
 @pytest.mark.parametrize("num_logprobs", [0, 3])
-def test_logprobs_are_those_of_the_law_that_was_sampled_and_equal_vllms(samplers, num_logprobs):
+def test_logprobs_are_those_of_the_law_that_was_sampled_and_tokens_do_not_depend_on_the_walk(samplers, num_logprobs):
     from vllm.v1.sample.rejection_sampler import RejectionSampler
 
     names = [name for name in CASES if name != "both filters, no drafts"] * 3
@@ -319,20 +327,22 @@ def test_logprobs_are_those_of_the_law_that_was_sampled_and_equal_vllms(samplers
                 place += 1
         assert place == len(lists.logprobs)
     greedy = [index for index, name in enumerate(names) if CASES[name].temperature == 0]
-    assert [outputs["slots"][index] for index in greedy] == [outputs["vllm"][index] for index in greedy]
+    slot_by_slot, at_once = (outputs[name] for name in WALKS)
+    assert slot_by_slot == at_once
+    assert [at_once[index] for index in greedy] == [outputs["vllm"][index] for index in greedy]
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("name", ["most likely drafts", "greedy, right drafts", "top-k", "top-p", "no drafts"])
-def test_a_row_that_is_no_distribution_is_refused(samplers, bad, name):
+def test_a_row_that_is_no_distribution_is_refused(walk, bad, name):
     case = CASES[name]
     logits = case.logits()
     logits[0, 3] = bad
     with pytest.raises(LogitsError, match="no distribution"):
-        samplers["slots"](spec_metadata([case]), None, logits, sampling_metadata([case]))
+        walk(spec_metadata([case]), None, logits, sampling_metadata([case]))
 
 
-@pytest.mark.parametrize("kind", ["vllm", "slots"])
+@pytest.mark.parametrize("kind", ["vllm", *WALKS])
 def test_penalties_bad_words_and_allowed_ids_hold_at_every_slot(samplers, kind):
     """Bad words and the frequency penalty count the drafted prefix; a right sampler fails with probability 1e-6."""
     case = CASES["most likely drafts"]
@@ -365,11 +375,11 @@ def test_penalties_bad_words_and_allowed_ids_hold_at_every_slot(samplers, kind):
     assert tail(observed(tokens), chain_law(log_probs(expected).exp(), case.drafts, None)) > P_LIMIT
 
 
-def test_sampled_drafts_are_left_to_vllm_and_follow_the_policy(samplers):
+def test_sampled_drafts_are_left_to_vllm_and_follow_the_policy(walk):
     """With `draft_probs` equal to the policy everything is accepted, which a one-hot draft would not be."""
     case = dataclasses.replace(CASES["most likely drafts"], drafts=(0, 1, 2))
     probs = case.logits()[:3].softmax(-1)
-    output = samplers["slots"](spec_metadata([case]), probs, case.logits(), sampling_metadata([case]))
+    output = walk(spec_metadata([case]), probs, case.logits(), sampling_metadata([case]))
     assert output.sampled_token_ids[0, :3].tolist() == [0, 1, 2]
 
 
@@ -403,7 +413,7 @@ INPUT_FAULTS = {
 }
 
 
-@pytest.mark.parametrize("kind", ["vllm", "slots"])
+@pytest.mark.parametrize("kind", ["vllm", *WALKS])
 @pytest.mark.parametrize("fault", INPUT_FAULTS, ids=lambda fault: fault.__name__)
 def test_planted_fault_in_what_is_read_is_caught(samplers, kind, fault):
     found = tails(samplers[kind], BATCHES["all"], seed=2, change=fault)
@@ -437,9 +447,9 @@ CODE_FAULTS = {
 
 
 @pytest.mark.parametrize("fault", CODE_FAULTS, ids=lambda fault: fault.__name__)
-def test_planted_fault_in_the_walk_is_caught(samplers, monkeypatch, fault):
+def test_planted_fault_in_the_walk_is_caught(walk, monkeypatch, fault):
     from paceline.engine.vllm import sampler as module
 
     fault(module, monkeypatch)
-    found = tails(samplers["slots"], BATCHES["all"], seed=3)
+    found = tails(walk, BATCHES["all"], seed=3)
     assert {name for name, p in found.items() if p < P_LIMIT / len(found)} >= CODE_FAULTS[fault]

@@ -3,15 +3,18 @@
 vLLM 0.32 (`vllm.v1.sample.rejection_sampler`) takes every drafted position through the softmax, the filters and a
 recovered token, and fills [B, V] with noise twice. But a sequence commits drafted tokens up to its first rejection, and
 draws exactly once: there, or at its bonus slot. So the slots are walked in order, with the sequences that are still
-alive, and a row behind a rejection is never looked at. What happens at a slot is `spec.verify`, the one definition.
+alive, and what a row behind a rejection holds never matters. What happens at a slot is `spec.verify`, the one
+definition. With a small vocabulary the calls cost more than the rows they save: there all slots are one stretch of the
+walk. Both ways commit the same tokens, bit for bit.
 
 Rows are drawn by inverse CDF from float64 uniforms: a sequence with n drafts uses n + 1 of them, n for the acceptances
 and one for the draw, from its own generator if it has one. A step without drafts is the same walk with one slot. So a
 seeded sequence does not depend on who shares its batch.
 
-Plain torch operations, checked on CPU only; the walk waits for the device once per slot.
+Plain torch operations, checked on CPU only; the walk waits for the device once per stretch.
 
-Legend: B sequences, K most drafts of one, N logits rows (drafts + B), R sequences alive at a slot, V vocabulary.
+Legend: B sequences, K most drafts of one, N logits rows (drafts + B), R sequences alive at a stretch of W slots, E of
+them that end in it, V vocabulary.
 """
 
 from __future__ import annotations
@@ -42,6 +45,9 @@ class SlotSampler(RejectionSampler):
     that run after temperature (vLLM applies them to the bonus token only), log-probs of another kind than
     `processed_logprobs`, and log-probs of chosen ids.
     """
+
+    whole_up_to = 1 << 17
+    """Logits of a step, at most, for all slots to be one stretch."""
 
     def forward(
         self,
@@ -76,31 +82,29 @@ class SlotSampler(RejectionSampler):
         drafts_BK1[slots_K1 < counts_B.unsqueeze(1)] = metadata.draft_token_ids.long()
         uniforms_BK1 = draw_uniforms(counts, sampling_metadata.generators, device)
         final_uniforms_B = uniforms_BK1.gather(1, counts_B.unsqueeze(1)).squeeze(1)
-        first_row_B = metadata.bonus_logits_indices.long() - counts_B
+        # Slots that a sequence does not have repeat its bonus row; nothing is drafted there.
+        rows_BK1 = metadata.bonus_logits_indices.long().unsqueeze(1) - (counts_B.unsqueeze(1) - slots_K1).clamp_min(0)
 
         tokens_BK1 = torch.full_like(drafts_BK1, NO_TOKEN, dtype=torch.int32)
         logprobs = _Logprobs(self.sampler, tokens_BK1, sampling_metadata.max_num_logprobs)
+        width = len(slots_K1) if logits.numel() <= self.whole_up_to else 1
         alive_R = torch.arange(len(counts), device=device)
         slot = 0
         # Ends by itself: the place behind a sequence's last draft holds no draft, so nothing is accepted there.
         while len(alive_R) > 0:
-            logits_RV = constrain(logits[first_row_B[alive_R] + slot].float(), alive_R, sampling_metadata)
-            drafts_R = drafts_BK1[alive_R, slot]
-            if sampling_metadata.all_greedy:
-                committed_R, accepted_R = _greedy(logits_RV, drafts_R)
-            else:
-                committed_R, accepted_R = _sampled(
-                    logits_RV, drafts_R, uniforms_BK1[alive_R, slot], final_uniforms_B[alive_R]
-                )
-                if not sampling_metadata.all_random:
-                    is_greedy_R = sampling_metadata.temperature[alive_R] < GREEDY_BELOW
-                    greedy_R, equal_R = _greedy(logits_RV, drafts_R)
-                    committed_R = torch.where(is_greedy_R, greedy_R, committed_R)
-                    accepted_R = torch.where(is_greedy_R, equal_R, accepted_R)
-            tokens_BK1[alive_R, slot] = committed_R.int()
-            logprobs.add(logits_RV, committed_R, alive_R, slot)
-            alive_R = alive_R[accepted_R]
-            slot += 1
+            stretch = slice(slot, slot + width)
+            committed_RW, num_accepted_R, logits_RWV = _verify(
+                logits[rows_BK1[alive_R, stretch]].float(),
+                drafts_BK1[alive_R, stretch],
+                uniforms_BK1[alive_R, stretch],
+                final_uniforms_B[alive_R],
+                alive_R,
+                sampling_metadata,
+            )
+            tokens_BK1[alive_R, stretch] = committed_RW.int()
+            logprobs.add(logits_RWV, committed_RW, alive_R, slot)
+            alive_R = alive_R[num_accepted_R == width]
+            slot += width
         return SamplerOutput(sampled_token_ids=tokens_BK1, logprobs_tensors=logprobs.tensors)
 
     def plain(self, logits: torch.Tensor, sampling_metadata: SamplingMetadata) -> SamplerOutput:
@@ -109,7 +113,8 @@ class SlotSampler(RejectionSampler):
             return self.sampler(logits=logits, sampling_metadata=sampling_metadata)
         logits_BV = constrain(logits.to(torch.float32, copy=True), slice(None), sampling_metadata)
         if sampling_metadata.all_greedy:
-            tokens_B = _most_likely(logits_BV)
+            tokens_B, is_finite_B = _most_likely(logits_BV)
+            _check(is_finite_B)
         else:
             probs_BV = logits_BV.softmax(-1)
             _check(~probs_BV[:, 0].isnan())
@@ -117,7 +122,9 @@ class SlotSampler(RejectionSampler):
             tokens_B = sample_with(probs_BV, draw_uniforms(counts, sampling_metadata.generators, logits.device)[:, 0])
             if not sampling_metadata.all_random:
                 is_greedy_B = sampling_metadata.temperature < GREEDY_BELOW
-                tokens_B = torch.where(is_greedy_B, _most_likely(logits_BV), tokens_B)
+                likely_B, is_finite_B = _most_likely(logits_BV)
+                _check(is_finite_B)
+                tokens_B = torch.where(is_greedy_B, likely_B, tokens_B)
         num_logprobs, logprobs = sampling_metadata.max_num_logprobs, None
         if num_logprobs is not None:
             logprobs = self.sampler.gather_logprobs(self.sampler.compute_logprobs(logits_BV), num_logprobs, tokens_B)
@@ -177,37 +184,64 @@ def constrain(
     )
 
 
-def _sampled(
-    logits_RV: torch.Tensor, drafts_R: torch.Tensor, uniforms_R: torch.Tensor, final_uniforms_R: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """([R] committed ids, [R] whether they are the drafted ones). The draw happens only where the draft is rejected."""
-    probs_RV = logits_RV.softmax(-1)
-    _check(~probs_RV[:, 0].isnan())  # One bad logit makes the whole row NaN.
-    accepted_R = uniforms_R < acceptance_probs(probs_RV, None, drafts_R)
-    rejected_R = ~accepted_R
-    committed_R = drafts_R.clone()
-    rest = residual_probs(probs_RV[rejected_R], None, drafts_R[rejected_R])
-    committed_R[rejected_R] = sample_with(rest, final_uniforms_R[rejected_R])
-    return committed_R, accepted_R
+def _verify(
+    logits_RWV: torch.Tensor,
+    drafts_RW: torch.Tensor,
+    uniforms_RW: torch.Tensor,
+    final_uniforms_R: torch.Tensor,
+    rows_R: torch.Tensor,
+    sampling_metadata: SamplingMetadata,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A stretch of the slots of the sequences `rows_R`.
+
+    Returns [R, W] committed ids, NO_TOKEN behind the last; [R] how many of them were drafted (all of them: the sequence
+    is still alive, otherwise the last is its draw); [R, W, V] the logits that were decided by.
+    """
+    width, vocab_size = logits_RWV.shape[1:]
+    rows_N = rows_R if width == 1 else rows_R.repeat_interleave(width)
+    logits_RWV = constrain(logits_RWV.view(-1, vocab_size), rows_N, sampling_metadata).view(logits_RWV.shape)
+    probs_RWV, likely_RW, is_greedy_R = None, None, None
+    if sampling_metadata.all_greedy:
+        likely_RW, good_RW = _most_likely(logits_RWV)
+        accepted_RW = likely_RW == drafts_RW
+    else:
+        probs_RWV = logits_RWV.softmax(-1)
+        good_RW = ~probs_RWV[..., 0].isnan()  # One bad logit makes the whole row NaN.
+        accepted_RW = uniforms_RW < acceptance_probs(probs_RWV, None, drafts_RW)
+        if not sampling_metadata.all_random:
+            is_greedy_R = sampling_metadata.temperature[rows_R] < GREEDY_BELOW
+            likely_RW, is_finite_RW = _most_likely(logits_RWV)
+            accepted_RW = torch.where(is_greedy_R.unsqueeze(1), likely_RW == drafts_RW, accepted_RW)
+            good_RW &= is_finite_RW
+    num_accepted_R = accepted_RW.cumprod(1).sum(1)
+    slots_W = torch.arange(width, device=rows_R.device)
+    is_behind_RW = slots_W > num_accepted_R.unsqueeze(1)
+    _check(good_RW | is_behind_RW)
+    committed_RW = torch.where(slots_W < num_accepted_R.unsqueeze(1), drafts_RW, NO_TOKEN)
+    ends_E = (num_accepted_R < width).nonzero().squeeze(1)
+    at_E = ends_E, num_accepted_R[ends_E]
+    if probs_RWV is None:
+        assert likely_RW is not None
+        committed_RW[at_E] = likely_RW[at_E]
+        return committed_RW, num_accepted_R, logits_RWV
+    drawn_E = sample_with(residual_probs(probs_RWV[at_E], None, drafts_RW[at_E]), final_uniforms_R[ends_E])
+    if likely_RW is not None and is_greedy_R is not None:
+        drawn_E = torch.where(is_greedy_R[ends_E], likely_RW[at_E], drawn_E)
+    committed_RW[at_E] = drawn_E
+    return committed_RW, num_accepted_R, logits_RWV
 
 
-def _greedy(logits_RV: torch.Tensor, drafts_R: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `_sampled`, at temperature 0."""
-    committed_R = _most_likely(logits_RV)
-    return committed_R, committed_R == drafts_R
+def _most_likely(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """[..., V] -> ([...] ids, [...] whether the row is a distribution)."""
+    flat = logits.view(-1, logits.shape[-1])
+    tokens = Sampler.greedy_sample(flat).view(logits.shape[:-1])  # That of a NaN, if there is one.
+    return tokens, logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1).isfinite()
 
 
-def _most_likely(logits_RV: torch.Tensor) -> torch.Tensor:
-    """[R]"""
-    tokens_R = Sampler.greedy_sample(logits_RV)  # That of a NaN, if there is one.
-    _check(logits_RV.gather(1, tokens_R.unsqueeze(1)).isfinite())
-    return tokens_R
-
-
-def _check(good_R: torch.Tensor) -> None:
-    if not bool(good_R.all()):
+def _check(good: torch.Tensor) -> None:
+    if not bool(good.all()):
         raise LogitsError(
-            f"{int((~good_R).sum())} of {len(good_R)} logits rows are no distribution (NaN, +inf, or all masked): "
+            f"{int((~good).sum())} of {good.numel()} logits rows are no distribution (NaN, +inf, or all masked): "
             "nothing was sampled. Check the weights of the last publish."
         )
 
@@ -223,14 +257,16 @@ class _Logprobs:
             ranks = torch.zeros(tokens_BK1.numel(), dtype=torch.int64, device=ids.device)
             self.tensors = LogprobsTensors(ids, torch.zeros_like(ids, dtype=torch.float32), ranks)
 
-    def add(self, logits_RV: torch.Tensor, committed_R: torch.Tensor, rows_R: torch.Tensor, slot: int) -> None:
+    def add(self, logits_RWV: torch.Tensor, committed_RW: torch.Tensor, rows_R: torch.Tensor, slot: int) -> None:
         if self.tensors is None:
             return
-        found = self._sampler.gather_logprobs(self._sampler.compute_logprobs(logits_RV), self._num, committed_R)
-        places_R = rows_R * self._num_slots + slot
-        self.tensors.logprob_token_ids[places_R] = found.logprob_token_ids
-        self.tensors.logprobs[places_R] = found.logprobs
-        self.tensors.selected_token_ranks[places_R] = found.selected_token_ranks
+        rows_N, slots_N = (committed_RW >= 0).nonzero(as_tuple=True)
+        logits_NV, committed_N = logits_RWV[rows_N, slots_N], committed_RW[rows_N, slots_N]
+        found = self._sampler.gather_logprobs(self._sampler.compute_logprobs(logits_NV), self._num, committed_N)
+        places_N = rows_R[rows_N] * self._num_slots + slot + slots_N
+        self.tensors.logprob_token_ids[places_N] = found.logprob_token_ids
+        self.tensors.logprobs[places_N] = found.logprobs
+        self.tensors.selected_token_ranks[places_N] = found.selected_token_ranks
 
 
 def _has_processors(sampling_metadata: SamplingMetadata) -> bool:
