@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import sys
 import tempfile
@@ -21,20 +22,26 @@ RUNS = (
     ("smollm2-chain-sum", ("--run.num_steps", "3")),
 )
 """(recipe, overrides): tiny and SmolLM2."""
+MAX_DRIFT = 0.2
+"""How much longer the same rollouts may seem to take by one of two profiles than by the other."""
 
 
 def reality_bars() -> Iterable[Bar]:
-    """A profile of each recipe, and with it its held-out steps and the rollouts of the arms."""
+    """Profiles of each recipe, and with them its held-out steps and the rollouts of the arms.
+
+    A machine that is shared with others changes its speed by tens of percent between quiet minutes. So a profile stands
+    before each run and one behind it, and the run is replayed through both.
+    """
     for recipe, overrides in RUNS:
         with tempfile.TemporaryDirectory() as scratch:
-            profile = Path(scratch) / "profile.json"
-            finished = calibrate(recipe, profile)
+            profiles = [Path(scratch) / f"profile-{place}.json" for place in range(len(ARMS) + 1)]
+            finished = calibrate(recipe, profiles[0])
             if finished != 0:
                 yield Bar(f"reality_{recipe}", f"calibrate ended with {finished}", "a profile", "undecided")
                 continue
-            yield from iteration_bars(recipe, profile)
-            for arm in ARMS:
-                yield rollout_bar(recipe, arm, overrides, profile, Path(scratch))
+            yield from iteration_bars(recipe, profiles[0])
+            for arm, before, after in zip(ARMS, profiles[:-1], profiles[1:], strict=True):
+                yield rollout_bar(recipe, arm, overrides, before, after, Path(scratch))
 
 
 def calibrate(recipe: str, profile: Path) -> int:
@@ -80,12 +87,15 @@ def hold_out(points: Sequence[CalibrationPoint], n: int, k: int) -> float:
     return statistics.fmean(errors)
 
 
-def rollout_bar(recipe: str, arm: str, overrides: Sequence[str], profile: Path, root: Path) -> Bar:
-    """A short run, replayed through the profile of the same recipe and threads."""
+def rollout_bar(recipe: str, arm: str, overrides: Sequence[str], before: Path, after: Path, root: Path) -> Bar:
+    """A short run, replayed through the profiles measured `before` and `after` it; the latter is measured here.
+
+    Undecided where the two predict seconds that differ by more than `MAX_DRIFT`.
+    """
     goal, name = "within 20 % of the measured rollout seconds", f"reality_{recipe}_{arm}_rollout_error"
     draft = ["--draft.method", "none" if arm == "none" else "eagle3"]
     if arm == "adaptive":
-        draft += ["--draft.choose_k", "adaptive", "--draft.profile", str(profile)]
+        draft += ["--draft.choose_k", "adaptive", "--draft.profile", str(before)]
     trained = run(
         [
             *(sys.executable, "-m", "paceline.cli.main", "train", f"recipes/{recipe}.toml", *draft),
@@ -94,18 +104,35 @@ def rollout_bar(recipe: str, arm: str, overrides: Sequence[str], profile: Path, 
     )
     if trained.code != 0:
         return Bar(name, f"train ended with {trained.code}", goal, "undecided")
-    checked = run(
-        [
-            *(sys.executable, "-m", "paceline.cli.main", "simulate", "validate", str(root / arm)),
-            *("--profile", str(profile), "--json"),
-        ]
+    finished = calibrate(recipe, after)
+    if finished != 0:
+        return Bar(name, f"calibrate ended with {finished}", goal, "undecided")
+    reports: list[Mapping[str, Any]] = []
+    for profile in (before, after):
+        checked = run(
+            [
+                *(sys.executable, "-m", "paceline.cli.main", "simulate", "validate", str(root / arm)),
+                *("--profile", str(profile), "--json"),
+            ]
+        )
+        if checked.code != 0:
+            return Bar(name, f"validate ended with {checked.code}", goal, "undecided")
+        reports.append(json.loads(checked.output.strip().splitlines()[-1]))
+    first, second = (1 + report["error"] for report in reports)
+    error, drift = math.sqrt(first * second) - 1, second / first - 1
+    is_steady = max(first / second, second / first) <= 1 + MAX_DRIFT
+    return Bar(
+        name,
+        round(error, 3),
+        goal,
+        abs(error) <= 0.20 if is_steady else "undecided",
+        {
+            "error_by_profile_before_and_after": [round(report["error"], 3) for report in reports],
+            "drift": round(drift, 3),
+            "measured_s": [round(check["measured_s"], 3) for check in reports[0]["steps"]],
+            "predicted_s": [[round(check["predicted_s"], 3) for check in report["steps"]] for report in reports],
+            "predicted_steps_by_k": [check["predicted_steps_by_k"] for check in reports[0]["steps"]],
+            "counted_steps_by_k": [check["counted_steps_by_k"] for check in reports[0]["steps"]],
+            "threads": THREADS,
+        },
     )
-    if checked.code != 0:
-        return Bar(name, f"validate ended with {checked.code}", goal, "undecided")
-    report: Mapping[str, Any] = json.loads(checked.output.strip().splitlines()[-1])
-    steps = [[round(check["predicted_s"], 3), round(check["measured_s"], 3)] for check in report["steps"]]
-    error = report["error"]
-    spread = {"predicted_and_measured_s": steps, "threads": THREADS}
-    for who in ("predicted", "counted"):
-        spread[f"{who}_steps_by_k"] = [check[f"{who}_steps_by_k"] for check in report["steps"]]
-    return Bar(name, round(error, 3), goal, abs(error) <= 0.20, spread)

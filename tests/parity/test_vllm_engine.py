@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import math
@@ -22,7 +23,10 @@ from paceline.testing.models import random_head, random_policy
 from paceline.types import Completion, Prompt, Request, Sampling, Versions
 
 EOS = 1
-MAX_LEN = 96
+CACHED = 2 * 128 + 1
+"""Tokens of a prompt that vLLM keeps keys and values of: its blocks have 128 tokens on CPU, the last token is always
+computed, and with EAGLE-3 the last block that matches is, too."""
+MAX_LEN, POSITIONS = CACHED + 40, 320
 GREEDY = Sampling(temperature=0.0, max_tokens=40, stop_token_ids=(EOS,))
 RANDOM = dataclasses.replace(GREEDY, temperature=1.0)
 
@@ -30,7 +34,7 @@ RANDOM = dataclasses.replace(GREEDY, temperature=1.0)
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     root = tmp_path_factory.mktemp("models")
-    policy = random_policy(root / "policy")
+    policy = random_policy(root / "policy", max_positions=POSITIONS)
     # A checkpoint that asks for nearly greedy sampling: nothing of it may reach a rollout.
     settings = {"do_sample": True, "temperature": 0.01, "top_k": 1, "eos_token_id": 5}
     (root / "policy" / "generation_config.json").write_text(json.dumps(settings))
@@ -106,7 +110,7 @@ def test_expand_batch_to_tokens_is_wrong_as_shipped_and_right_after_apply(engine
     assert torch.equal(greedy, torch.tensor([1.0, 0.7, 0.7]))
 
 
-def test_apply_is_idempotent():
+def test_applying_the_repairs_twice_changes_nothing():
     from vllm.v1.sample import rejection_sampler
 
     compat.apply()
@@ -245,6 +249,65 @@ def test_a_publish_is_what_the_engine_then_uses_and_restoring_gives_the_first_lo
     assert [c.logprobs for c in after.completions] == [c.logprobs for c in before.completions]
 
 
+@pytest.mark.parametrize("arm", ARMS)
+def test_after_a_publish_no_key_or_value_of_older_weights_is_used(folders, engines, arm, monkeypatch):
+    """The same prompts again, long enough to be kept. The planted fault, a reset that does nothing, shows in the
+    log-probs: were nothing kept, the test would show nothing."""
+    _, policy, _ = folders
+    engine = engines[arm]
+    generator = torch.Generator().manual_seed(12)
+    prompts = [torch.randint(2, 16, (CACHED,), generator=generator).tolist() for _ in range(4)]
+    asked = [Request(Prompt(f"long{i}", tuple(ids)), 0, seed=i) for i, ids in enumerate(prompts)]
+    short = dataclasses.replace(RANDOM, max_tokens=8)
+    kept = {name: tensor.clone() for name, tensor in policy_tensors(policy).items()}
+    moved = {name: tensor + 0.05 * torch.randn(tensor.shape, generator=generator) for name, tensor in kept.items()}
+    trained = ReferenceEngine(copy.deepcopy(policy))
+    trained.publish(moved, Versions(policy=1))
+
+    def largest_gap() -> float:
+        completions = engine.generate(asked, short).completions
+        logits, tokens, _ = logits_of(trained.model, asked, completions)
+        expected = policy_log_probs(logits, short).gather(1, tokens[:, None])[:, 0]
+        got = torch.tensor([logprob for completion in completions for logprob in completion.logprobs or ()])
+        return float((got - expected).abs().max())
+
+    try:
+        engine.generate(asked, short)
+        engine.publish(moved, Versions(policy=1))
+        assert largest_gap() < 1e-3
+        engine.forget_versions()
+        engine.publish(kept, Versions(policy=2))
+        engine.generate(asked, short)
+        with monkeypatch.context() as patch:
+            patch.setattr(engine._llm, "reset_prefix_cache", lambda: True)
+            engine.publish(moved, Versions(policy=3))
+        assert largest_gap() > 0.1
+    finally:
+        engine.forget_versions()
+        engine.publish(kept, Versions(policy=0))
+
+
+def test_a_publish_while_a_request_holds_keys_and_values_is_an_error_until_it_has_ended(folders, engines):
+    from vllm import SamplingParams
+
+    _, policy, _ = folders
+    engine, state = engines["none"], {name: tensor.clone() for name, tensor in policy_tensors(policy).items()}
+    params = SamplingParams(max_tokens=9, ignore_eos=True, detokenize=False)
+    engine._engine.add_request("held", {"prompt_token_ids": [2, 3, 4]}, params)
+    engine._engine.step()
+    try:
+        with pytest.raises(PublishError, match=r"did not reset its prefix cache .* publish again"):
+            engine.publish(state, Versions(policy=1))
+    finally:
+        engine._engine.abort_request(["held"])
+    with pytest.raises(EngineError, match="publish of policy version 1 failed"):
+        engine.generate(requests(1), GREEDY)
+    engine.publish(state, Versions(policy=1))
+    engine.generate(requests(1), GREEDY)
+    engine.forget_versions()
+    engine.publish(state, Versions(policy=0))
+
+
 def test_a_publish_that_is_not_the_whole_policy_is_refused_and_nothing_is_loaded(folders, engines):
     _, policy, _ = folders
     engine, asked = engines["eagle3"], requests(4, seed=8)
@@ -338,7 +401,7 @@ def test_min_p_with_drafts_is_refused_before_anything_is_sampled(engines):
 
 def test_tied_embeddings_follow_a_publish(tmp_path):
     """vLLM packs the head of a tied policy apart from the embedding: it must move with it."""
-    policy = random_policy(tmp_path / "tied", num_layers=4, tied=True)
+    policy = random_policy(tmp_path / "tied", num_layers=4, tied=True, max_positions=POSITIONS)
     config = VllmConfig(max_num_seqs=8, kv_cache_gib=0.125, threads=1)
     engine = VllmEngine(tmp_path / "tied", config, NoDraft(), max_model_len=MAX_LEN)
     state = policy_tensors(policy)

@@ -289,7 +289,7 @@ def test_groups_stay_together_and_no_engine_idles():
     assert sorted(np.concatenate(deal(requests, Engines(5, 16)))) == list(range(64))
 
 
-def test_a_hand_worked_rollout():
+def test_two_engines_of_one_place_finish_when_worked_out_by_hand():
     """Two engines, one slot each, 1 s a step: 3 + 2 tokens on the first engine, 4 on the second."""
     requests = replace(make_requests(3, ConstantLengths(1)), lengths=np.array([3, 4, 2]))
     cost = LinearCost(per_position=0.0, per_cached=0.0)

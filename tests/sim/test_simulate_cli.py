@@ -59,7 +59,8 @@ def assumed(report: dict) -> dict[str, list[object]]:
         ("sweep --over k=1 --generation-share 0.65", {"generation_share": [0.65], "axes": [{"k": [1]}]}),
         ("sweep --over lag=0,1", {"lag": [[0, 1]], "updates": ["in_flight"], "stage.train_s": [0.0]}),
         ("sweep --over k=1 --stages train=3", {"stage.train_s": [3.0]}),
-        ("recommend --drafts ngram@2:1.5", {"draft": ["eagle3@3", "ngram@2"], "context": [31.0]}),
+        ("recommend --drafts ngram@2:1.5", {"draft": ["ngram@2"], "context": [31.0]}),
+        ("recommend --draft mtp@1:1.8 --drafts ngram@2:1.5", {"draft": ["mtp@1", "ngram@2"]}),
         (
             "recommend --training-gpus 2 --stages train=3 --lag 2",
             {"stage.train_s": [3.0], "lag": [2], "updates": ["in_flight"], "training_gpus": [2]},
@@ -139,13 +140,16 @@ def test_simulating_loads_no_torch_and_help_loads_nothing_heavy():
         (["rollout", "--profile", "none.json"], "--profile -> there is no file none.json"),
         (["step", "--stages", "train=soon"], "--stages -> must be NAME=SECONDS"),
         (["step", "--stages", "tarin=3"], "no such stage: tarin"),
+        (["step", "--stages", "train=1,data=1,train=2"], "--stages -> train is given twice"),
         (["step", "--stages", "train=3", "--generation-share", "0.6"], "leave one of them out"),
         (["sweep", "--over", "k"], "--over -> must be NAME=VALUE,VALUE"),
         (["sweep", "--over", "temperature=1"], "cannot go over temperature"),
+        (["sweep", "--over", "max-num-seqs=8", "--over", "max_num_seqs=16"], "--over max_num_seqs is given twice"),
         (["async", "--lag", "-1"], "lag of -1"),
         (["rollout", "--group-size", "0"], "paceline: 1024 requests in groups of 0: choose"),
         (["rollout", "--prompt-tokens", "-4"], "paceline: prompts of -4 tokens: give 0"),
         (["rollout", "--engines", "0"], "paceline: engines is 0: give 1 or more"),
+        (["rollout", "--max-num-seqs", "0"], "paceline: max_num_seqs is 0: give 1 or more"),
         (["step", "--transport", "0"], "0 GB/s never arrive"),
         (["recommend", "--training-gpus", "0"], "stages of 0 training GPUs"),
         (["sweep", "--draft", "none"], "needs a draft: --draft METHOD@K:ALPHA"),
@@ -209,6 +213,16 @@ def test_an_option_that_cannot_take_effect_is_refused_also_at_its_default_value(
     captured = capsys.readouterr()
     assert f"{option} has no effect here: " in captured.err
     assert captured.out == "" and "Traceback" not in captured.err
+
+
+def test_what_is_recommended_for_one_draft_is_for_the_first_to_choose_from(capsys):
+    words = ["simulate", "recommend", *TINY, "--training-gpus", "2", "--stages", "train=0.1", "--json"]
+    found = []
+    for choice in ("--draft=mtp@1:1.8", "--drafts=mtp@1:1.8,eagle3@3:3.0", "--drafts=none,mtp@1:1.8", "--spread=0"):
+        assert main([*words, choice]) == 0
+        modes = json.loads(capsys.readouterr().out)["modes"].values()
+        found.append([[mode[key] for key in ("rollouts", "break_even", "splits")] for mode in modes])
+    assert found[0] == found[1] == found[2] != found[3]
 
 
 @pytest.mark.parametrize("verb", ["sweep", "compare"])

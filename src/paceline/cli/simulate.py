@@ -86,7 +86,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                 "--drafts",
                 default=None,
                 metavar="LIST",
-                help="drafts to choose from, METHOD@K:ALPHA by comma (default: --draft)",
+                help="drafts to choose from, METHOD@K:ALPHA by comma (default: --draft)"
+                + ("; what is of one draft alone is of --draft, or else of the first" if name == "recommend" else ""),
             )
         if name == "rollout":
             verb.add_argument("--sensitivity", action="store_true", help="vary every input by 20 percent")
@@ -181,7 +182,10 @@ def simulate(options: argparse.Namespace) -> int:
         for name in names:
             if name in given:
                 raise ConfigError(f"--{name.replace('_', '-')} has no effect here: {why}")
-    options.draft_given = "draft" in given
+    if "drafts" in given and "draft" not in given:
+        # What is of one draft alone is of the first to choose from: the k of a rollout, break-even, the split.
+        options.draft = next((text for text in options.drafts.split(",") if text != "none"), "none")
+    options.draft_given = bool({"draft", "drafts"} & given)
     for name, value in DEFAULTS.items():
         if getattr(options, name, None) is None:
             setattr(options, name, value)
@@ -330,12 +334,12 @@ def _scenario(options: argparse.Namespace, run: Run | None) -> Scenario:
         lengths = load_lengths(_existing("--trace", options.trace))
     draft = parse_draft(options.draft, options.spread)
     rollouts, group_size, prompt_tokens = options.rollouts, options.group_size, options.prompt_tokens
-    max_num_seqs = options.max_num_seqs or 1024
+    max_num_seqs = 1024 if options.max_num_seqs is None else options.max_num_seqs
     if run is not None:
         lengths = run.lengths()
         rollouts, group_size = len(run.steps[0].lengths), run.group_size
         prompt_tokens = round(run.settled[0].prompt_tokens)
-        max_num_seqs = options.max_num_seqs or run.max_num_seqs
+        max_num_seqs = run.max_num_seqs if options.max_num_seqs is None else options.max_num_seqs
         acceptance = run.acceptance()
         if not options.draft_given:
             draft = Draft() if acceptance is None else Draft(find_method(run.method), run.settled[0].k, acceptance)
@@ -426,10 +430,16 @@ def _stages_if_given(
 
 
 def _pairs(name: str, text: str) -> dict[str, float]:
-    try:
-        return {key.strip(): float(value) for key, _, value in (part.partition("=") for part in text.split(","))}
-    except ValueError as error:
-        raise ConfigError(f"{name} -> must be NAME=SECONDS by comma | got {text!r}") from error
+    pairs: dict[str, float] = {}
+    for part in text.split(","):
+        key, _, value = (word.strip() for word in part.partition("="))
+        if key in pairs:
+            raise ConfigError(f"{name} -> {key} is given twice. Leave one of them out")
+        try:
+            pairs[key] = float(value)
+        except ValueError as error:
+            raise ConfigError(f"{name} -> must be NAME=SECONDS by comma | got {text!r}") from error
+    return pairs
 
 
 def _axes(texts: Sequence[str]) -> dict[str, list[object]]:
@@ -439,6 +449,8 @@ def _axes(texts: Sequence[str]) -> dict[str, list[object]]:
         name = name.strip().replace("-", "_")
         if not equals or not values:
             raise ConfigError(f"--over -> must be NAME=VALUE,VALUE | got {text!r}. For example --over k=1,3,5")
+        if name in axes:
+            raise ConfigError(f"--over {name} is given twice. Give all values at once, --over {name}=VALUE,VALUE")
         axes[name] = [_value(name, value.strip()) for value in values.split(",")]
     return axes
 

@@ -27,9 +27,7 @@ class ChosenLength(Section):
                 'choose_k = "adaptive" needs draft.profile: make one with `paceline calibrate RECIPE`, or set '
                 'choose_k = "fixed"'
             )
-        # By value and not by what was set: the config.toml of a run lists defaults, too, and must load again.
-        fields = ("profile", "probe_share")
-        unused = [name for name in fields if getattr(self, name) != type(self).model_fields[name].default]
+        unused = self.changed("profile", "probe_share")
         if self.choose_k == "fixed" and unused:
             raise ValueError(
                 f'{" and ".join(unused)} without effect while choose_k = "fixed": set choose_k = "adaptive"'

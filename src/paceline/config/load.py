@@ -49,7 +49,8 @@ def load_arms(
     With `may_choose` there is the arm `adaptive`, too: the recipe's own method, with `draft.choose_k = "adaptive"`. All
     others then have a fixed k, and the keys of the choice (`draft.profile`, ...) apply to that arm alone.
 
-    An override of a draft key applies to the arms that have it; one that no arm has is an error. Raises `ConfigError`.
+    An override of a draft key applies to the arms that have it; one that no arm has is an error. A control without
+    drafts (`certificate.control_share`) is of the arms that draft. Raises `ConfigError`.
     """
     if len(arms) < 2 or len(set(arms)) < len(arms):
         raise ConfigError(f"--arms names {', '.join(arms)}: a comparison needs two different arms, --arms none,eagle3")
@@ -80,7 +81,10 @@ def load_arms(
         elif chooses:
             defaults = {("draft", key): field.default for key, field in ChosenLength.model_fields.items() if key in own}
             arm_given |= defaults
-        recipes[arm] = _validate(_merge(file_tables, arm_given), source=str(path), given=arm_given)
+        tables = _merge(file_tables, arm_given)
+        if method == "none" and isinstance(certificate := tables.get("certificate"), dict):
+            certificate.pop("control_share", None)
+        recipes[arm] = _validate(tables, source=str(path), given=arm_given)
     return recipes
 
 

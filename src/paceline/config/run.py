@@ -41,6 +41,7 @@ class TinyPolicy(Section):
     """The embedded deep and narrow Qwen3-style policy, trained here in minutes and cached by content."""
 
     kind: Literal["tiny"] = "tiny"
+    """Which policy; the section has the keys of this kind."""
     num_layers: int = Field(12, ge=1)
     """Decoder layers. Depth is what a draft saves."""
     hidden_size: int = Field(64, ge=32)
@@ -98,6 +99,16 @@ class Data(Section):
             raise ValueError(f"max_terms {self.max_terms} is below min_terms {self.min_terms}: raise data.max_terms")
         return self
 
+    @model_validator(mode="after")
+    def _reads(self) -> Data:
+        changed = self.changed("min_terms", "max_terms", "num_digits")
+        if self.task != "chain_sum" and changed:
+            names = " and ".join(changed)
+            raise ValueError(
+                f'{names} without effect with task = "{self.task}": only "chain_sum" has terms. Leave out {names}'
+            )
+        return self
+
 
 class SamplingConfig(Section):
     """The policy's sampling distribution; the same for every engine, the certificate and the trainer."""
@@ -118,9 +129,11 @@ class ReferenceEngine(Section):
     """Small, slow, exact, torch only: the executable definition of the rollouts."""
 
     kind: Literal["reference"] = "reference"
+    """Which engine; the section has the keys of this kind."""
     max_num_seqs: int = Field(64, ge=1)
     """Sequences decoded together."""
     dtype: Literal["float32", "float64", "bfloat16"] = "float32"
+    """Engine weights and activations."""
 
 
 class VllmEngine(Section):
@@ -146,6 +159,7 @@ class NoDraft(Section):
     """No speculation: an engine without a speculative configuration."""
 
     method: Literal["none"] = "none"
+    """How tokens are proposed; the section has the keys of this method."""
 
 
 class TrainedDraft(ChosenLength):
@@ -166,12 +180,10 @@ class TrainedDraft(ChosenLength):
 
     @model_validator(mode="after")
     def _takes_effect(self) -> TrainedDraft:
-        defaults = {
-            name: field.default for name, field in TrainedDraft.model_fields.items() if name.startswith("online_")
-        }
-        changed = [name for name, default in defaults.items() if getattr(self, name) != default]
+        changed = self.changed(*(name for name in TrainedDraft.model_fields if name.startswith("online_")))
         if self.online == "off" and changed:
-            raise ValueError(f'{", ".join(changed)} has no effect with online = "off": leave it out')
+            names = " and ".join(changed)
+            raise ValueError(f'{names} without effect with online = "off": leave out {names}')
         if self.online != "off" and self.online_max_lag < self.online_every:
             raise ValueError(
                 f"online_max_lag {self.online_max_lag} is below online_every {self.online_every}: the alarm would be "
@@ -208,6 +220,7 @@ class Eagle3Draft(TrainedDraft):
     lr: float = Field(2e-3, gt=0)
     """Peak learning rate of AdamW before the run, cosine to a tenth."""
     seed: int = Field(0, ge=0)
+    """Seed of what happens before the run: the answers or texts, initialisation and training."""
 
     @model_validator(mode="after")
     def _sources(self) -> Eagle3Draft:
@@ -227,7 +240,15 @@ class NgramDraft(ChosenLength):
     num_draft_tokens: int = Field(3, ge=0, le=16)
     """k, tokens proposed before one verify pass. 0 switches speculation off."""
     min_ngram: int = Field(2, ge=1)
+    """Tokens at the end of the text that must have occurred before, at least, for what followed to be copied."""
     max_ngram: int = Field(4, ge=1)
+    """Tokens that are looked for at most. The longest n-gram that occurred before wins."""
+
+    @model_validator(mode="after")
+    def _ngrams(self) -> NgramDraft:
+        if self.min_ngram > self.max_ngram:
+            raise ValueError(f"min_ngram {self.min_ngram} is above max_ngram {self.max_ngram}: raise draft.max_ngram")
+        return self
 
 
 class HistoryDraft(ChosenLength):
@@ -305,9 +326,7 @@ class DraftModelDraft(ChosenLength):
 
     @model_validator(mode="after")
     def _embedded(self) -> DraftModelDraft:
-        # By value, as in ChosenLength.
-        fields = type(self).model_fields
-        changed = [name for name in ("num_layers", "hidden_size") if getattr(self, name) != fields[name].default]
+        changed = self.changed("num_layers", "hidden_size")
         if self.path is not None and changed:
             names = " and ".join(changed)
             raise ValueError(f"{names} without effect: the model in path has its own shape. Leave out {names}, or path")
@@ -323,6 +342,7 @@ class Algorithm(Section):
     """Rewards to advantages to loss."""
 
     kind: Literal["grpo"] = "grpo"
+    """Group-relative policy optimisation, the only one so far."""
     group_size: int = Field(8, ge=2)
     """Samples of one prompt; the group mean is the baseline."""
     prompts_per_step: int = Field(8, ge=1)
@@ -343,6 +363,7 @@ class Train(Section):
     lr: float = Field(2e-4, ge=0)
     """AdamW learning rate; 0 leaves the policy as it is."""
     weight_decay: float = Field(0.0, ge=0)
+    """AdamW's decay of every weight of the policy, relative to `lr`; 0: none."""
     max_grad_norm: float = Field(1.0, gt=0)
     """Global norm clip of the policy's gradients alone."""
     micro_batch_tokens: int = Field(8192, ge=1)
@@ -355,6 +376,7 @@ class Rewards(Section):
     """Scoring in killable worker processes."""
 
     num_workers: int = Field(1, ge=1)
+    """Worker processes; each scores one response at a time."""
     timeout_s: float = Field(5.0, gt=0)
     """Wall limit of one score; past it the worker is killed and the failure counted, never read as 0."""
 
@@ -411,6 +433,11 @@ class Recipe(Section):
                 "step has no group to spare for the control. Set certificate.control_share = 0, or more prompts"
             )
         drafts = not isinstance(self.draft, NoDraft) and self.draft.num_draft_tokens > 0
+        if self.certificate.control_share > 0 and not drafts:
+            raise ValueError(
+                f"certificate.control_share is {self.certificate.control_share} without effect: nothing is drafted, so "
+                "that every group is sampled as the control is. Set certificate.control_share = 0"
+            )
         if isinstance(self.engine, VllmEngine) and self.sampling.min_p > 0 and drafts:
             raise ValueError(
                 f"sampling.min_p is {self.sampling.min_p}: vLLM applies it to bonus tokens only when it speculates. "

@@ -115,7 +115,9 @@ def read_profile(path: Path) -> CalibrationProfile:
     except FileNotFoundError as error:
         raise ConfigError(f"draft.profile -> there is no {path}: make it with `paceline calibrate RECIPE`") from error
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"draft.profile -> {path} cannot be read: {error}") from error
+        raise ConfigError(
+            f"draft.profile -> {path} cannot be read: {error}. Name a file that `paceline calibrate RECIPE` wrote"
+        ) from error
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(map(str, first["loc"])) or "the file"

@@ -145,8 +145,11 @@ def gather(what: str, weights: Weights) -> dict[str, torch.Tensor]:
     for chunk in iter([weights]) if isinstance(weights, Mapping) else weights:
         for name, tensor in chunk.items():
             if name in tensors:
-                raise PublishError(f"{what} publish: {name} came twice.")
+                raise PublishError(f"{what} publish: {name} came twice. Send each tensor once.")
             if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-                raise PublishError(f"{what} publish: {name} holds NaN or infinity.")
+                raise PublishError(
+                    f"{what} publish: {name} holds NaN or infinity. Training has diverged: lower train.lr, or "
+                    "draft.online_lr for a draft."
+                )
             tensors[name] = tensor
     return tensors

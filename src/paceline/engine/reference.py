@@ -257,7 +257,7 @@ class ReferenceEngine:
             if not 0 < length < self.max_model_len:
                 raise EngineError(
                     f"Prompt {request.prompt.id} has {length} tokens; it needs at least 1 and must leave room for a "
-                    f"response within the policy's {self.max_model_len} positions."
+                    f"response within the policy's {self.max_model_len} positions. Shorten it, or leave it out."
                 )
 
     def _new_aux_states(self, num_rows: int, num_slots: int) -> torch.Tensor | None:
@@ -356,7 +356,7 @@ class ReferenceEngine:
             if len(ids) > limit:
                 raise EngineError(
                     f"The drafter proposed {len(ids)} tokens for prompt {row.request.prompt.id} where {limit} were "
-                    "asked for."
+                    "asked for. Its propose has to cut them."
                 )
         return proposal
 

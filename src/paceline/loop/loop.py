@@ -293,13 +293,14 @@ class TrainingRun:
                 raise EngineError(
                     f"A completion of prompt {completion.prompt_id} was sampled by policy version "
                     f"{completion.versions.policy} while version {trainer.version} is trained: lag {lag}, "
-                    f"allowed 0 to {self.recipe.algorithm.max_lag} (algorithm.max_lag). The engine kept old weights."
+                    f"allowed 0 to {self.recipe.algorithm.max_lag} (algorithm.max_lag). The engine kept old weights: "
+                    "go on from the newest checkpoint with --resume."
                 )
             if completion.versions.draft != draft_version:
                 raise EngineError(
                     f"A completion of prompt {completion.prompt_id} was drafted by draft version "
                     f"{completion.versions.draft}, and the trainer has published version {draft_version} (-1: none). "
-                    "The engine kept an old draft."
+                    "The engine kept an old draft: go on from the newest checkpoint with --resume."
                 )
 
     @property

@@ -240,7 +240,7 @@ class VllmEngine:
         if room < 1:
             raise EngineError(
                 f"Prompt {request.prompt.id} has {len(request.prompt.token_ids)} tokens; prompt and response together "
-                f"may have {self._max_model_len}. Lower data.max_prompt_tokens or raise sampling.max_tokens."
+                f"may have {self._max_model_len}. Shorten it, or start the engine with a larger max_model_len."
             )
         return SamplingParams(
             temperature=sampling.temperature,
@@ -269,7 +269,10 @@ class VllmEngine:
         for engine_id, recorded in self._recorder.blocks(asked).items():
             call, _, index = engine_id.rpartition("-")[0].partition(":")
             if int(call) != self._calls:
-                raise EngineError(f"vLLM sampled for request {engine_id} of an earlier generate call.")
+                raise EngineError(
+                    f"vLLM sampled for request {engine_id} of an earlier generate call. Close this engine and start "
+                    "another one."
+                )
             blocks[int(index)] = recorded
         return blocks
 
@@ -281,7 +284,7 @@ class VllmEngine:
         ):
             raise EngineError(
                 f"vLLM returned {len(token_ids)} tokens for prompt {request.prompt.id} that its sampling calls did not "
-                "commit: the block record does not fit this vLLM version."
+                f"commit: the block record does not fit this vLLM version. Install vLLM {compat.SUPPORTED[0]}."
             )
         logprobs = None
         if output.logprobs is not None:
@@ -302,7 +305,8 @@ class VllmEngine:
         """Keys and values of older weights must not be reused; the draft's live in the same blocks."""
         if not self._llm.reset_prefix_cache():
             raise PublishError(
-                "vLLM did not reset its prefix cache after a publish: old keys and values would be reused."
+                "vLLM did not reset its prefix cache after a publish: old keys and values would be reused. End the "
+                "requests that are still in flight, and publish again."
             )
 
     def _take_in(self, what: str, tensors: Weights, version: int) -> weights.Published:
@@ -406,13 +410,20 @@ class VllmEngine:
         if self._is_frozen:
             # Modules without weights are shared: vLLM has one rotary table for all layers that are alike.
             if not {id(tensor) for tensor in draft.parameters()}.isdisjoint(map(id, policy.parameters())):
-                raise PublishError("Draft model and policy share tensors in vLLM: a publish would change both.")
+                raise PublishError(
+                    "Draft model and policy share tensors in vLLM: a publish would change both. Install vLLM "
+                    f"{compat.SUPPORTED[0]}."
+                )
             return
         if draft.model.embed_tokens is not policy.model.embed_tokens:
-            raise PublishError("The draft has an embedding of its own in vLLM: it would not follow the policy's.")
+            raise PublishError(
+                "The draft has an embedding of its own in vLLM: it would not follow the policy's. Leave embed_tokens "
+                "out of the draft's folder."
+            )
         if draft.lm_head is policy.lm_head:
             raise PublishError(
-                "The draft and the policy share one lm_head in vLLM: publishing one would change the other."
+                "The draft and the policy share one lm_head in vLLM: publishing one would change the other. Install "
+                f"vLLM {compat.SUPPORTED[0]}."
             )
 
     def _check_loaded(self, folder: Path, draft_folder: Path | None) -> None:

@@ -19,6 +19,7 @@ import torch
 
 from paceline.engine.base import EngineSeconds, EngineStep
 from paceline.engine.clock import EngineClock
+from paceline.engine.vllm.compat import SUPPORTED
 from paceline.errors import EngineError
 from paceline.types import Block
 
@@ -138,7 +139,8 @@ class BlockRecorder:
                 if accepted < 0 or tokens[:accepted] != draft[:accepted]:
                     raise EngineError(
                         f"vLLM committed {tokens} to request {request_id} where {draft} was drafted: that must be "
-                        "accepted draft tokens and one more. The block record does not fit this vLLM version."
+                        "accepted draft tokens and one more. The block record does not fit this vLLM version. Install "
+                        f"vLLM {SUPPORTED[0]}."
                     )
                 # Nothing can be drafted for the first step of a request, in which its prompt is read.
                 asked_here = num_asked if request_id in blocks else 0
@@ -150,5 +152,5 @@ class BlockRecorder:
         if len(asked) != len(self._steps):
             raise EngineError(
                 f"vLLM scheduled {len(asked)} steps and sampled in {len(self._steps)}: its record of steps does not "
-                "fit this vLLM version."
+                f"fit this vLLM version. Install vLLM {SUPPORTED[0]}."
             )
