@@ -139,17 +139,27 @@ class PublishLog:
         self._history.clear()
 
 
+def came_twice(what: str, name: str) -> PublishError:
+    """For a tensor that a stream holds two times: which of them is meant?"""
+    return PublishError(f"{what} publish: {name} came twice. Send each tensor once.")
+
+
+def not_finite(what: str, name: str) -> PublishError:
+    """For a tensor that no engine can sample with."""
+    return PublishError(
+        f"{what} publish: {name} holds NaN or infinity. Training has diverged: lower train.lr, or "
+        "draft.online_lr for a draft."
+    )
+
+
 def gather(what: str, weights: Weights) -> dict[str, torch.Tensor]:
     """All tensors of a stream. Raises `PublishError` for one that came twice or holds NaN or infinity."""
     tensors: dict[str, torch.Tensor] = {}
     for chunk in iter([weights]) if isinstance(weights, Mapping) else weights:
         for name, tensor in chunk.items():
             if name in tensors:
-                raise PublishError(f"{what} publish: {name} came twice. Send each tensor once.")
+                raise came_twice(what, name)
             if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-                raise PublishError(
-                    f"{what} publish: {name} holds NaN or infinity. Training has diverged: lower train.lr, or "
-                    "draft.online_lr for a draft."
-                )
+                raise not_finite(what, name)
             tensors[name] = tensor
     return tensors

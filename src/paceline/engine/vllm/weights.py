@@ -28,7 +28,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from paceline.engine.publish import checksum, digest_of
+from paceline.engine.publish import came_twice, checksum, digest_of, not_finite
 from paceline.errors import PublishError
 
 NUM_PROBES = 3
@@ -133,9 +133,11 @@ class Published:
             is_alias = self._is_tied and name == HEAD
             spec = self._specs.get(EMBEDDING if is_alias else name)
             if spec is None:
-                raise PublishError(f"{self.what} publish: unknown tensor {name}.")
+                raise PublishError(
+                    f"{self.what} publish: unknown tensor {name}. Send the checkpoint's tensors under their own names."
+                )
             if name in self.checksums:
-                raise PublishError(f"{self.what} publish: {name} came twice.")
+                raise came_twice(self.what, name)
             if tensor.shape != spec.shape:
                 raise PublishError(
                     f"{self.what} publish: {name} has shape {tuple(tensor.shape)}, the engine holds "
@@ -191,7 +193,7 @@ class Published:
         # A sum over a row is finite only if the row is.
         seen = cast_tensor if products is None else products.values_OP
         if cast_tensor.is_floating_point() and not bool(torch.isfinite(seen).all()):
-            raise PublishError(f"{self.what} publish: {name} holds NaN or infinity.")
+            raise not_finite(self.what, name)
         readable = None
         if not is_packed or is_tied_embedding:
             same = cast_tensor.dtype == tensor.dtype
