@@ -62,7 +62,7 @@ class Workload:
 WORKLOADS: Mapping[str, Workload] = {
     "tiny": Workload(
         "demo",
-        ("--draft.num_draft_tokens", "7", "--draft.depth", "7", "--draft.num_answers", "3072"),
+        ("--draft.num_draft_tokens", "7", "--draft.depth", "7"),
         Plan("1x4,2x2,4,8,16,32", (*CLOSE, "k1", "k2", "k3", "k5", "k7"), seconds=270),
         Plan("16x2,64x2", ("none", "adaptive", "k0", "k1", "k2", "k3", "k5", "k7"), seconds=150),
         Plan("1x4,2x2,4,8,16,32", STEP_ARMS, seconds=100),
