@@ -195,7 +195,8 @@ def _verify(
     """A stretch of the slots of the sequences `rows_R`.
 
     Returns [R, W] committed ids, NO_TOKEN behind the last; [R] how many of them were drafted (all of them: the sequence
-    is still alive, otherwise the last is its draw); [R, W, V] the logits that were decided by.
+    is still alive, otherwise the last is its draw); [R, W, V] the logits that were decided by. Raises `LogitsError` for
+    a row that is no distribution, unless it lies behind a rejection.
     """
     width, vocab_size = logits_RWV.shape[1:]
     rows_N = rows_R if width == 1 else rows_R.repeat_interleave(width)
