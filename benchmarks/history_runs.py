@@ -86,6 +86,7 @@ def _own_steps(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "drafted_share": verify_steps / blocks,
         # With what was still waited for of the rewards.
         "own_generate_s_per_token": sum(line["stage_s"]["generate"] for line in lines) / tokens,
+        "lengths": [length for line in lines for length in line["lengths"]],
         "reward": statistics.fmean(line["reward"]["mean"] for line in lines),
         "alarms": [alarm for line in lines for alarm in line["alarms"]],
     }

@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from benchmarks.bars import Bar, main, run
+from benchmarks.speed_runs import ten_to_ninety
+from paceline.config.load import load_recipe
 from paceline.spec.stats import PairedRatio, paired_ratio
 
 MARGIN = 0.97
@@ -57,6 +59,8 @@ class Workload:
     history: tuple[str, ...]
     """Overrides of the run with few prompts: whole epochs of whole steps."""
     history_arms: tuple[str, ...]
+    cold_start: bool = False
+    """The policy is fine-tuned on worked answers to the training prompts first."""
 
 
 WORKLOADS: Mapping[str, Workload] = {
@@ -89,6 +93,28 @@ WORKLOADS: Mapping[str, Workload] = {
             "--run.checkpoint_every", "6", "--draft.num_draft_tokens", "3",
         ),
         history_arms=("none", "ngram", "history"),
+    ),
+    "smollm2_cold_start": Workload(
+        "smollm2-chain-sum",
+        (
+            "--data.max_terms", "12", "--data.num_train", "320", "--data.num_eval", "64",
+            "--draft.num_draft_tokens", "7", "--draft.depth", "5", "--draft.num_answers", "256", "--draft.epochs", "4",
+            # Sums are written with few tokens.
+            "--draft.vocab_size", "512",
+            "--sampling.temperature", "1.0", "--sampling.max_tokens", "128", "--engine.max_num_seqs", "64",
+        ),
+        Plan("1x2,2,4,8,16,32", (*CLOSE, "k1", "k2", "k3", "k5", "k7"), seconds=480, max_tokens=24),
+        Plan("16,64", ("none", "adaptive", "k1", "k2", "k3", "k5", "k7"), seconds=420),
+        Plan("1x2,2,4,8,16,32", STEP_ARMS, seconds=150, max_tokens=24),
+        tail_goal=1.15,
+        history=(
+            # Other sums than those of the cold start.
+            "--data.max_terms", "12", "--data.seed", "18", "--data.num_train", "8", "--algorithm.prompts_per_step", "4",
+            "--run.num_steps", "6", "--run.checkpoint_every", "6", "--sampling.temperature", "1.0",
+            "--sampling.max_tokens", "128", "--draft.num_draft_tokens", "3",
+        ),
+        history_arms=("none", "ngram", "history"),
+        cold_start=True,
     ),
 }  # fmt: skip
 
@@ -170,18 +196,12 @@ def tail(policy: str) -> Iterable[Bar]:
         return
     for size, part in figures["sizes"].items():
         seconds = part["per_token"]
-        ratio = _ratio(seconds, "adaptive")
-        low, high = part["length_10_90"]
-        yield Bar(
+        yield _tail_bar(
             f"tail_{policy}_{size}",
-            round(ratio.median, 3),
-            f">= {goal}x no speculation, lengths spread by 4x or more",
-            ratio.median >= goal if high >= 4 * low else "undecided",
+            _ratio(seconds, "adaptive"),
+            goal,
+            part["length_10_90"],
             {
-                "low": _round(ratio.low),
-                "high": _round(ratio.high),
-                "pairs": ratio.pairs,
-                "length_10_90": [low, high],
                 "speedup_by_arm": {arm: round(_ratio(seconds, arm).median, 2) for arm in _fixed(seconds)},
                 "adaptive_k": part["adaptive_k"],
                 "choices": figures["choices"],
@@ -191,11 +211,30 @@ def tail(policy: str) -> Iterable[Bar]:
         yield _not_inferior(f"tail_{policy}_{size}_over_best_fixed", {int(size): pairs}, {"best_fixed": arms})
 
 
+def _tail_bar(
+    name: str, ratio: PairedRatio, goal: float, length_10_90: Sequence[int], context: Mapping[str, object]
+) -> Bar:
+    low, high = length_10_90
+    return Bar(
+        name,
+        round(ratio.median, 3),
+        f">= {goal}x no speculation, lengths spread by 4x or more",
+        ratio.median >= goal if high >= 4 * low else "undecided",
+        {
+            "low": _round(ratio.low),
+            "high": _round(ratio.high),
+            "pairs": ratio.pairs,
+            "length_10_90": [low, high],
+            **context,
+        },
+    )
+
+
 def history(policy: str) -> Iterable[Bar]:
     """A run over few prompts that come back in every epoch: `history` against the other methods, epoch by epoch."""
     workload = WORKLOADS[policy]
     arms = ["--arms", ",".join(workload.history_arms)]
-    epochs = _figures("history_runs", workload.recipe, [*arms, *workload.history])
+    epochs = _figures("history_runs", workload.recipe, [*arms, *workload.history, *_policy_of(workload)])
     if isinstance(epochs, str):
         yield Bar(f"history_{policy}", epochs, "runs", "undecided")
         return
@@ -204,6 +243,15 @@ def history(policy: str) -> Iterable[Bar]:
         f"history_{policy}_first_epoch",
         {1: epochs[0]["history"]["pairs"]},
         {"drafted_share": epochs[0]["history"]["drafted_share"]},
+    )
+    # The samples of a step start together, too, and end one by one; from the second epoch on there is a history.
+    later = [part["history"] for part in epochs[1:]]
+    yield _tail_bar(
+        f"tail_{policy}_history",
+        paired_ratio([pair for part in later for pair in part["pairs"]]),
+        workload.tail_goal,
+        ten_to_ninety([length for part in later for length in part["lengths"]]),
+        {},
     )
     last = ratios[-1]["history"]
     yield Bar(
@@ -242,7 +290,19 @@ def _speeds(policy: str, plan: Plan) -> Any:
     if plan.max_tokens is not None:
         words += ["--max-tokens", str(plan.max_tokens)]
     profile = Path(_scratch().name) / f"{policy}.json"
-    return _figures("speed_runs", workload.recipe, [*words, "--profile", str(profile), *workload.overrides])
+    words += ["--profile", str(profile), *workload.overrides, *_policy_of(workload)]
+    return _figures("speed_runs", workload.recipe, words)
+
+
+def _policy_of(workload: Workload) -> list[str]:
+    """Overrides that name the policy where the recipe does not."""
+    if not workload.cold_start:
+        return []
+    # Imports torch, which the other measurements here do without.
+    from benchmarks.cold_start import cold_started
+
+    folder = cold_started(load_recipe(Path(f"recipes/{workload.recipe}.toml"), workload.overrides))
+    return ["--policy.kind", "folder", "--policy.path", str(folder)]
 
 
 @functools.cache

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from benchmarks.bars import Bar, main, tests_pass
-from benchmarks.simulator_runs import reality_bars
+from benchmarks.simulator_runs import RUNS, reality_bars
 from paceline.sim.asynchronous import batches_needed, simulate_async
 from paceline.sim.cost import Cost
 from paceline.sim.efficiency import Efficiency
@@ -320,7 +320,7 @@ MEASUREMENTS = {
     "async_8b": async_8b,
     "speed": speed,
     "laws": lambda: tests_pass("simulator_laws", "all pass", ["tests/sim"]),
-    "reality": reality_bars,
+    **{f"reality_{recipe}": lambda recipe=recipe: reality_bars(recipe) for recipe in RUNS},
 }
 
 if __name__ == "__main__":

@@ -17,41 +17,43 @@ from paceline.drafts.profile import CalibrationPoint, model_seconds, read_profil
 THREADS = "1"
 ARMS = ("none", "eagle3", "adaptive")
 """Without speculation, at the k of the recipe, and with k chosen before every engine step from the same profile."""
-RUNS = (
-    ("demo", ("--run.num_steps", "5", "--data.num_eval", "16")),
-    ("smollm2-chain-sum", ("--run.num_steps", "3")),
-)
-"""(recipe, overrides): tiny and SmolLM2."""
+RUNS = {
+    "demo": ("--run.num_steps", "5", "--data.num_eval", "16"),
+    "smollm2-chain-sum": ("--run.num_steps", "3"),
+}
+"""Overrides by recipe: tiny and SmolLM2."""
+MAX_ATTEMPTS = 4
+"""Calibrations before one is given up: it refuses a machine that is busy at the moment."""
 MAX_DRIFT = 0.2
 """How much longer the same rollouts may seem to take by one of two profiles than by the other."""
 
 
-def reality_bars() -> Iterable[Bar]:
-    """Profiles of each recipe, and with them its held-out steps and the rollouts of the arms.
+def reality_bars(recipe: str) -> Iterable[Bar]:
+    """Profiles of a recipe, and with them its held-out steps and the rollouts of the arms.
 
     A machine that is shared with others changes its speed by tens of percent between quiet minutes. So a profile stands
     before each run and one behind it, and the run is replayed through both.
     """
-    for recipe, overrides in RUNS:
-        with tempfile.TemporaryDirectory() as scratch:
-            profiles = [Path(scratch) / f"profile-{place}.json" for place in range(len(ARMS) + 1)]
-            finished = calibrate(recipe, profiles[0])
-            if finished != 0:
-                yield Bar(f"reality_{recipe}", f"calibrate ended with {finished}", "a profile", "undecided")
-                continue
-            yield from iteration_bars(recipe, profiles[0])
-            for arm, before, after in zip(ARMS, profiles[:-1], profiles[1:], strict=True):
-                yield rollout_bar(recipe, arm, overrides, before, after, Path(scratch))
+    with tempfile.TemporaryDirectory() as scratch:
+        profiles = [Path(scratch) / f"profile-{place}.json" for place in range(len(ARMS) + 1)]
+        finished = calibrate(recipe, profiles[0])
+        if finished != 0:
+            yield Bar(f"reality_{recipe}", f"calibrate ended with {finished}", "a profile", "undecided")
+            return
+        yield from iteration_bars(recipe, profiles[0])
+        for arm, before, after in zip(ARMS, profiles[:-1], profiles[1:], strict=True):
+            yield rollout_bar(recipe, arm, before, after, Path(scratch))
 
 
 def calibrate(recipe: str, profile: Path) -> int:
-    """`paceline calibrate` up to k = 5, with one thread. Returns its exit code."""
-    return run(
-        [
-            *(sys.executable, "-m", "paceline.cli.main", "calibrate", f"recipes/{recipe}.toml"),
-            *("--out", str(profile), "--draft.num_draft_tokens", "5", "--engine.threads", THREADS),
-        ]
-    ).code
+    """`paceline calibrate` up to k = 5, with one thread, again while it is refused. Returns its exit code."""
+    words = ["calibrate", f"recipes/{recipe}.toml", "--out", str(profile), "--draft.num_draft_tokens", "5"]
+    code = 0
+    for _ in range(MAX_ATTEMPTS):
+        code = run([sys.executable, "-m", "paceline.cli.main", *words, "--engine.threads", THREADS]).code
+        if code == 0:
+            break
+    return code
 
 
 def iteration_bars(recipe: str, path: Path) -> Iterable[Bar]:
@@ -87,7 +89,7 @@ def hold_out(points: Sequence[CalibrationPoint], n: int, k: int) -> float:
     return statistics.fmean(errors)
 
 
-def rollout_bar(recipe: str, arm: str, overrides: Sequence[str], before: Path, after: Path, root: Path) -> Bar:
+def rollout_bar(recipe: str, arm: str, before: Path, after: Path, root: Path) -> Bar:
     """A short run, replayed through the profiles measured `before` and `after` it; the latter is measured here.
 
     Undecided where the two predict seconds that differ by more than `MAX_DRIFT`.
@@ -99,7 +101,7 @@ def rollout_bar(recipe: str, arm: str, overrides: Sequence[str], before: Path, a
     trained = run(
         [
             *(sys.executable, "-m", "paceline.cli.main", "train", f"recipes/{recipe}.toml", *draft),
-            *("--run.root", str(root), "--run.name", arm, "--engine.threads", THREADS, *overrides),
+            *("--run.root", str(root), "--run.name", arm, "--engine.threads", THREADS, *RUNS[recipe]),
         ]
     )
     if trained.code != 0:

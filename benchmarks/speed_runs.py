@@ -126,6 +126,12 @@ def measure(
     return results
 
 
+def ten_to_ninety(lengths: Sequence[int]) -> list[int]:
+    """The lengths that a tenth of all is below, and above."""
+    ordered = sorted(lengths)
+    return [ordered[len(ordered) // 10], ordered[-1 - len(ordered) // 10]]
+
+
 def _profile(recipe: Recipe, parts: Any, path: Path, calibrate_s: float) -> CalibrationProfile:
     """Whoever names a file says that it was measured with this recipe on this machine."""
     from paceline.loop.calibrate import calibrate
@@ -149,7 +155,6 @@ def _order(arms: Sequence[str], repeat: int) -> list[str]:
 
 
 def _summary(by_arm: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
-    lengths = sorted(length for part in by_arm["none"] for length in part["lengths"])
     per_token = {arm: [part["per_token"] for part in parts] for arm, parts in by_arm.items()}
     said = {arm: f"{1e3 * statistics.median(seconds):.2f} ms" for arm, seconds in per_token.items()}
     print(said, file=sys.stderr, flush=True)
@@ -157,7 +162,7 @@ def _summary(by_arm: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, Any
     return {
         "per_token": per_token,
         "step_s": {arm: [part["step_s"] for part in parts] for arm, parts in by_arm.items()},
-        "length_10_90": [lengths[len(lengths) // 10], lengths[-1 - len(lengths) // 10]],
+        "length_10_90": ten_to_ninety([length for part in by_arm["none"] for length in part["lengths"]]),
         # Share of the blocks that each k was asked for, probing included.
         "adaptive_k": {k: round(asked[k] / asked.total(), 3) for k in sorted(asked)},
     }
