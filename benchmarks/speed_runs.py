@@ -23,11 +23,14 @@ from paceline.cli.process import ensure_engine_environment
 from paceline.config.load import load_recipe
 from paceline.config.run import Recipe
 from paceline.drafts.profile import CalibrationProfile, read_profile
+from paceline.errors import EngineError
 
 LEARNING_CALLS = 2
 """Calls per size with which the chooser sees acceptances before anything is measured; a run has them in every step."""
 MIN_PAIRS = 6
 """Measurements of every arm, however long they take: fewer have no useful interval."""
+MAX_ATTEMPTS = 4
+"""Calibrations before one is given up: it refuses a machine that is busy at the moment."""
 SPEED_SEED = 1234
 
 
@@ -138,7 +141,15 @@ def _profile(recipe: Recipe, parts: Any, path: Path, calibrate_s: float) -> Cali
 
     if path.exists():
         return read_profile(path)
-    profile = calibrate(recipe, parts, budget_s=calibrate_s)
+    attempts_left = MAX_ATTEMPTS
+    while True:
+        try:
+            profile = calibrate(recipe, parts, budget_s=calibrate_s)
+            break
+        except EngineError:
+            attempts_left -= 1
+            if not attempts_left:
+                raise
     profile.write(path)
     return profile
 
