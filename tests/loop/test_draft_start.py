@@ -10,12 +10,15 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import load_file
 
+from paceline.cli.draft import tables
 from paceline.cli.main import main
 from paceline.config.run import Recipe, TinyPolicy
 from paceline.data.prompts import load_prompts, prompt_style
 from paceline.errors import ConfigError, ModelError
+from paceline.loop import draft_eval
 from paceline.loop.draft_eval import Rates, _share, evaluate_draft
 from paceline.loop.draft_start import prepare_draft, read_report
 from paceline.loop.parts import build_parts, make_sampling
@@ -24,6 +27,7 @@ from paceline.models.folder import PolicyFolder, load_policy, load_tokenizer, re
 from paceline.observe.progress import Silent
 from paceline.spec.stats import t_quantile
 from paceline.testing.heads import write_specforge, write_speculators
+from paceline.train.draft import predicted_acceptance
 
 torch.set_num_threads(1)
 
@@ -177,6 +181,17 @@ def test_the_head_says_what_it_learned_from_and_what_came_of_it(place: Place, tr
     # Answers of a single token teach nothing and are left out.
     assert 20 <= report.num_answers <= 27
     assert report.vocab_size == 14
+    assert report.predicted_limit is not None
+    assert 1 <= report.predicted_alpha < report.predicted_limit <= 4
+    said = f"{report.predicted_limit:.2f} if every draft were the policy's own most likely token"
+    assert said in report.sentences()[-1]
+    # Heads that were trained before this figure was kept are still found in caches.
+    older = json.loads((trained / "training.json").read_text())
+    del older["predicted_limit"]
+    (tmp_path / "training.json").write_text(json.dumps(older))
+    kept = read_report(tmp_path)
+    assert kept is not None and kept.predicted_limit is None
+    assert kept.sentences()[-1].endswith("on 3 held-out answers")
     generic = read_report(place.prepare(tmp_path, data="generic", start=str(trained), epochs=1))
     assert generic is not None
     # The texts are not the policy's: answers of its own judge the head.
@@ -214,12 +229,19 @@ def test_the_command_prints_coverage_and_figures_also_when_the_head_is_there_alr
         out = capsys.readouterr().out
         assert f"{report.num_answers} answers of the policy, from random weights" in out
         assert "Draft vocabulary: 14 tokens" in out
+        assert "if every draft were the policy's own most likely token" in out
         assert "draft.path takes it" in out
     assert main(["draft", "eval", str(recipe), "--answers", "40", "--json"]) == 0
     figures = json.loads(capsys.readouterr().out)
     assert figures["answers"] == 40
     assert figures["measured"]["verify_steps"] > 0
     assert figures["ratio"] == pytest.approx(figures["predicted"]["alpha"] / figures["measured"]["alpha"])
+    assert figures["predicted"]["alpha"] < figures["limit"]
+    console = Console(width=200)
+    with console.capture() as printed:
+        console.print(tables(figures))
+    (row,) = [line for line in printed.get().splitlines() if "its limit" in line]
+    assert f"{figures['limit']:.3f}" in row
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"messages": [{"role": "user", "content": "1=?"}]}')
     words = ["--draft.data", "generic", "--draft.generic_path", str(bad)]
@@ -258,6 +280,33 @@ def test_prediction_and_count_agree_on_the_same_rollouts_and_a_damaged_draft_in_
     assert abs(damaged.ratio - 1) > agreement_limit(20) * damaged.ratio_se
     identities(right.measured)
     identities(right.predicted)
+
+
+def test_the_limit_over_all_groups_of_prompts_is_that_of_all_answers_at_once(
+    place: Place, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    groups = []
+
+    def recorded(policy, head, answers, *rest):
+        acceptance = predicted_acceptance(policy, head, answers, *rest)
+        groups.append((answers, acceptance))
+        return acceptance
+
+    monkeypatch.setattr(draft_eval, "predicted_acceptance", recorded)
+    recipe = make(tmp_path, vocab_size=14)
+    parts = build_parts(recipe, Silent())
+    try:
+        figures = evaluate_draft(recipe, parts, 50)
+    finally:
+        parts.close()
+    assert parts.draft is not None
+    answers = [answer for group, _ in groups for answer in group]
+    assert (len(groups), len(answers)) == (20, 50)
+    at_once = predicted_acceptance(parts.trainer.model, parts.draft.head, answers, 3, parts.sampling)
+    assert figures.limit == pytest.approx(at_once.limit, rel=1e-5)
+    # Groups differ in their number of blocks.
+    limits = [acceptance.limit for _, acceptance in groups if acceptance.num_blocks]
+    assert abs(sum(limits) / len(limits) - at_once.limit) > 1e-3
 
 
 def identities(rates: Rates) -> None:

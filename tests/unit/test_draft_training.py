@@ -19,6 +19,7 @@ from paceline.train import draft as training
 from paceline.train.draft import (
     Answer,
     DraftTrainer,
+    MostLikely,
     choose_draft_vocab,
     collate,
     content_key,
@@ -413,6 +414,8 @@ def test_prediction_at_temperature_zero_is_what_an_engine_counts(k: int) -> None
     assert predicted.num_blocks == blocks
     assert predicted.marginal == pytest.approx([number / blocks for number in accepted])
     assert 1.2 < predicted.alpha == pytest.approx(1 + sum(accepted) / blocks)
+    # A policy that is sure of every token, also past the ends of answers that were only cut.
+    assert predicted.limit == pytest.approx(k + 1)
 
 
 @pytest.mark.parametrize("num_recorded", [1, 2])
@@ -451,6 +454,7 @@ def test_predicted_acceptance_at_a_temperature_agrees_with_the_outcomes_of_the_r
     scores = []
     for rollouts in (fresh, wrong):
         predicted = predicted_acceptance(policy, head, rollouts, 2, sampling)
+        assert predicted.alpha < predicted.limit
         outcomes = [outcome_rate(policy, head, answer) for answer in rollouts]
         accepted, blocks = (sum(column) for column in zip(*outcomes, strict=True))
         rate = predicted.conditional[0]
@@ -498,7 +502,109 @@ def test_acceptance_rises_while_the_head_trains() -> None:
         config = Eagle3Draft(aux_layers=(0, 1, 3), epochs=epochs, depth=3, lr=5e-3)
         _, figures = train_eagle3(policy, answers, config, Sampling(temperature=0.5))
         alphas.append(figures.acceptance.alpha)
+        assert figures.acceptance.alpha < figures.acceptance.limit
     assert alphas[1] > alphas[0] + 0.2
+
+
+class PolicyItself:
+    """A draft head that is the policy itself, where that one reads nothing but the last token."""
+
+    aux_layers = AUX_LAYERS
+    draft_ids = torch.arange(VOCAB_SIZE)
+
+    def __init__(self, policy: PreTrainedModel) -> None:
+        self._parts = policy_parts(policy)
+
+    def project(self, aux: torch.Tensor) -> torch.Tensor:
+        return aux
+
+    def __call__(self, hidden: torch.Tensor, embeds: torch.Tensor, positions: torch.Tensor, memory: object):
+        return self._parts.norm(embeds)
+
+    def logits(self, outputs: torch.Tensor) -> torch.Tensor:
+        return self._parts.output(outputs)
+
+    def parameters(self):
+        return iter(())
+
+
+@pytest.mark.parametrize("k", [1, 2, 4])
+def test_the_limit_is_the_acceptance_length_of_a_draft_that_is_the_policys_most_likely_token(k: int) -> None:
+    policy, sampling = make_policy(tied=False), Sampling()
+    with torch.no_grad():
+        for name, weight in policy.named_parameters():
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                weight.zero_()
+        policy_parts(policy).output.weight.mul_(2)
+        best = policy(input_ids=torch.arange(VOCAB_SIZE)[:, None]).logits[:, 0].argmax(-1).tolist()
+    answers = sampled_answers(policy, 300, 9, 1.0)
+    # No block leads past an answer whose last token would not have been drafted.
+    inside = []
+    for answer in answers:
+        tokens = answer.token_ids
+        surprises = [place for place in range(5, len(tokens)) if tokens[place] != best[tokens[place - 1]]]
+        inside += [Answer(tokens[: surprises[-1] + 1], 3)] if surprises else []
+    predicted = predicted_acceptance(policy, PolicyItself(policy), inside, k, sampling)
+    assert 1.3 < predicted.alpha == pytest.approx(predicted.limit, rel=1e-5)
+    # Past the end of a cut answer, the policy is taken to be as sure as before it.
+    predicted = predicted_acceptance(policy, PolicyItself(policy), answers, k, sampling)
+    assert 1.3 < predicted.alpha == pytest.approx(predicted.limit, rel=0.01)
+
+
+@pytest.mark.parametrize("k", [1, 3])
+@pytest.mark.parametrize("stop", [True, False])
+def test_the_limit_counts_the_largest_probability_where_such_a_draft_is_judged(
+    k: int, stop: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counted by hand. Of a single draft token per block the mean; of more, nothing behind a stop token."""
+    policy = make_policy()
+    drawn = sampled_answers(policy, 6, 12, 0.5) + sampled_answers(policy, 6, 12, 0.0)
+    answers = [Answer(answer.token_ids[: 15 - place], 3) for place, answer in enumerate(drawn)]
+    stops = tuple({answer.token_ids[-1] for answer in answers})
+    sampling = Sampling(temperature=0.5, stop_token_ids=stops if stop else ())
+    blocks, judged, cut = 0, [], []
+    for answer in answers:
+        tokens = answer.token_ids
+        with torch.no_grad():
+            laws = (policy(input_ids=torch.tensor([tokens])).logits[0] / sampling.temperature).softmax(-1)
+        place = answer.prompt_length + 1
+        while place < len(tokens):
+            blocks += 1
+            for _ in range(k):
+                if place == len(tokens):
+                    cut.append(answer)
+                    break
+                probability, token_id = laws[place - 1].max(-1)
+                judged.append(float(probability))
+                place += 1
+                if int(token_id) != tokens[place - 1]:
+                    break
+            else:
+                place += 1
+    monkeypatch.setattr(training, "LOGITS_ELEMENTS", 3 * VOCAB_SIZE)
+    limits = [predicted_acceptance(policy, head, answers, k, sampling).limit for head in heads_of(policy)]
+    expected = 1 + sum(judged) / blocks
+    assert bool(cut) == (k > 1)
+    if stop or k == 1:
+        assert limits == pytest.approx([expected] * len(limits), rel=1e-4)
+    else:
+        assert limits[0] == pytest.approx(limits[1]) and limits[0] > expected + 0.01
+
+
+def heads_of(policy: PreTrainedModel) -> list[Eagle3Head]:
+    """One of them lacks most tokens. The limit is the policy's: equal for all."""
+    return [make_head(policy), make_head(policy, 6)]
+
+
+def test_the_limit_of_some_answers_and_others_is_that_of_all_at_once() -> None:
+    policy, sampling = make_learnable_policy(), Sampling()
+    head = make_head(policy)
+    answers = sampled_answers(policy, 9, 14, 1.0) + sampled_answers(policy, 5, 3, 1.0, seed=1)
+    parts = [predicted_acceptance(policy, head, part, 6, sampling) for part in (answers[:4], answers[4:9], answers[9:])]
+    pooled = MostLikely.pooled([part.most_likely for part in parts])
+    assert pooled.alpha == pytest.approx(predicted_acceptance(policy, head, answers, 6, sampling).limit, rel=1e-5)
+    assert abs(statistics.fmean(part.limit for part in parts) - pooled.alpha) > 0.01
+    assert math.isnan(predicted_acceptance(policy, head, [Answer((3, 4, 5), 2)], 6, sampling).limit)
 
 
 def test_draft_vocabulary_is_the_most_frequent_response_tokens_and_says_what_it_covers() -> None:

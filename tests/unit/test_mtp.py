@@ -198,6 +198,7 @@ def test_prediction_is_what_the_reference_engine_measures(policy):
     stats = engine.generate(asked, sampling).stats
     predicted = predicted_acceptance(policy, MtpHead(policy), answers, 3, sampling)
     assert 1 + stats.accepted / stats.verify_steps == pytest.approx(predicted.alpha, rel=0.1)
+    assert predicted.alpha < predicted.limit
 
 
 def test_chains_of_all_roots_at_once_are_the_drafts_of_each_root_alone(policy):

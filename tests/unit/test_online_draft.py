@@ -14,7 +14,7 @@ from paceline.errors import CheckpointError
 from paceline.models.eagle3 import policy_parts
 from paceline.testing.runs import tiny_head, tiny_policy
 from paceline.train import online as module
-from paceline.train.draft import Acceptance, Answer, policy_features
+from paceline.train.draft import Acceptance, Answer, MostLikely, policy_features
 from paceline.train.logprobs import Sample
 from paceline.train.online import OnlineDraft, OnlineEagle3
 from paceline.train.policy import PolicyBatch, PolicyTrainer
@@ -149,7 +149,8 @@ def test_no_more_tokens_are_learned_from_in_a_step_than_the_recipe_allows(tokens
 
 def predicting(monkeypatch, alphas, standard_error=0.0):
     figures = {"num_blocks": 1, "standard_error": standard_error, "num_answers": 8}
-    remaining = iter([Acceptance(alpha, (), (), (), **figures) for alpha in alphas])
+    nothing = MostLikely(0, (), (), ())
+    remaining = iter([Acceptance(alpha, (), (), (), **figures, most_likely=nothing) for alpha in alphas])
     monkeypatch.setattr(module, "predicted_acceptance", lambda *args: next(remaining))
 
 

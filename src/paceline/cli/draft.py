@@ -92,7 +92,7 @@ def eval_draft(recipe_path: str, overrides: list[str], num_answers: int, as_json
 
 
 def tables(figures: dict[str, object]) -> Group:
-    """Predicted against measured, per position, and the sentence that says what to make of it."""
+    """Predicted against measured, per position, and the sentences that say what to make of it."""
     predicted, measured = figures["predicted"], figures["measured"]
     if not isinstance(predicted, dict) or not isinstance(measured, dict):
         raise TypeError("the figures hold no rates")
@@ -104,6 +104,7 @@ def tables(figures: dict[str, object]) -> Group:
     table.add_row(
         "acceptance length", *(_with_error(rates["alpha"], rates["alpha_se"]) for rates in (predicted, measured))
     )
+    table.add_row("its limit", _with_error(figures["limit"], None), "")
     for name, title in (("conditional", "accepted, if reached"), ("marginal", "accepted, of all")):
         table.add_section()
         for position in range(len(predicted[name])):
@@ -119,7 +120,8 @@ def tables(figures: dict[str, object]) -> Group:
         Text(
             f"predicted / measured: {_with_error(figures['ratio'], figures['ratio_se'])} ({verdict}); "
             f"{figures['answers']} answers, {figures['tokens']} tokens, {_percent(figures['coverage'])} of them in the "
-            "draft vocabulary. +- is one standard error over groups of prompts"
+            "draft vocabulary. +- is one standard error over groups of prompts. The limit: if every draft were the "
+            "policy's own most likely token"
         ),
     )
 

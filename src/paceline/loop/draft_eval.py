@@ -18,7 +18,7 @@ from paceline.errors import ConfigError
 from paceline.loop.parts import Parts
 from paceline.loop.seeds import request_seed
 from paceline.spec.stats import acceptance_stats
-from paceline.train.draft import Answer, predicted_acceptance
+from paceline.train.draft import Answer, MostLikely, predicted_acceptance
 from paceline.types import Completion, Request
 
 DRAFT_EVAL_STEP = -6
@@ -57,6 +57,8 @@ class DraftEvaluation:
     coverage: float
     """Share of them that is in the draft's vocabulary."""
     predicted: Rates
+    limit: float | None
+    """Predicted acceptance length if every draft token were the policy's most likely one; None: nothing was drafted."""
     measured: Rates
     ratio: float | None
     """Predicted / measured acceptance length."""
@@ -104,7 +106,7 @@ def evaluate_draft(
     completions = iter(engine.generate(requests, parts.sampling).completions)
     pairs = [[(request, next(completions)) for request in group] for group in grouped]
     status("Predicting what the draft is worth on them")
-    predicted, measured = [], []
+    predicted, most_likely, measured = [], [], []
     for group in pairs:
         answers = [Answer((*r.prompt.token_ids, *c.token_ids), len(r.prompt.token_ids)) for r, c in group]
         acceptance = predicted_acceptance(parts.trainer.model, head, answers, num_draft_tokens, parts.sampling)
@@ -112,9 +114,11 @@ def evaluate_draft(
             share * acceptance.num_blocks if acceptance.num_blocks else 0.0 for share in acceptance.marginal
         )
         predicted.append(_Tally(acceptance.num_blocks, acceptance.reached, accepted))
+        most_likely.append(acceptance.most_likely)
         measured.append(_count((completion for _, completion in group), num_draft_tokens))
     tokens = [token for group in pairs for _, completion in group for token in completion.token_ids]
     ratio, ratio_se = _ratio(predicted, measured)
+    pooled = MostLikely.pooled(most_likely)
     return DraftEvaluation(
         method=recipe.draft.method,
         num_draft_tokens=num_draft_tokens,
@@ -122,6 +126,7 @@ def evaluate_draft(
         tokens=len(tokens),
         coverage=float(torch.isin(torch.tensor(tokens), head.draft_ids.cpu()).float().mean()),
         predicted=_rates(predicted, num_draft_tokens),
+        limit=pooled.alpha if pooled.num_blocks else None,
         measured=_rates(measured, num_draft_tokens),
         ratio=ratio,
         ratio_se=ratio_se,

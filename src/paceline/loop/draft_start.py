@@ -66,16 +66,20 @@ class TrainingReport(BaseModel):
     """Learned from."""
     num_held_out: int
     num_updates: int
+    predicted_limit: float | None = None
+    """`predicted_alpha` if every draft token were the policy's most likely one; None: trained before this was kept."""
 
     def sentences(self) -> list[str]:
         """For people."""
         what = "texts" if self.data == "generic" else "answers of the policy"
+        limit = self.predicted_limit
+        of_what = "" if limit is None else f"; {limit:.2f} if every draft were the policy's own most likely token"
         return [
             f"Draft trained on {self.num_answers} {what}, from {self.start} weights: loss {self.loss:.3f} nats",
             f"Draft vocabulary: {self.vocab_size} tokens, {self.coverage:.1%} of the response tokens learned from and "
             f"{self.policy_coverage:.1%} of those in the policy's held-out answers",
             f"Predicted acceptance length {self.predicted_alpha:.2f} at k = {self.num_draft_tokens}, on "
-            f"{self.num_held_out} held-out answers",
+            f"{self.num_held_out} held-out answers{of_what}",
         ]
 
 
@@ -256,4 +260,5 @@ def _report(draft: Eagle3Draft, head: Eagle3Head, figures: DraftFigures) -> Trai
         num_answers=figures.num_answers,
         num_held_out=figures.num_held_out,
         num_updates=figures.num_updates,
+        predicted_limit=figures.acceptance.limit,
     )

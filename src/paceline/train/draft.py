@@ -136,6 +136,49 @@ class DraftUpdate:
 
 
 @dataclass(frozen=True, slots=True)
+class MostLikely:
+    """What drafts come to that are always the policy's most likely token: sums over blocks, which add up over answers.
+
+    Past the end of an answer little is known. Behind a stop token nothing counts: nothing accepted there is kept, and
+    no head learns what the policy would write there. An answer that was only cut would have gone on, so that its last
+    block does too, with the rates of the blocks that are known: without this the last block of every answer would
+    look rejected, and short answers would have a limit below what the engine counts.
+    """
+
+    num_blocks: int
+    judged: tuple[int, ...]
+    """[K] blocks whose slot j is judged by a distribution that is known."""
+    accepted: tuple[float, ...]
+    """[K] sum of the probabilities of the most likely tokens there."""
+    cut: tuple[float, ...]
+    """[K] expected number of blocks that go on to slot j as the first of which nothing is known."""
+
+    @property
+    def alpha(self) -> float:
+        """1 + accepted draft tokens per verify step; NaN without a block."""
+        if not self.num_blocks:
+            return math.nan
+        unknown = rate = 0.0
+        total = sum(self.accepted)
+        for judged, accepted, cut in zip(self.judged, self.accepted, self.cut, strict=True):
+            # A slot that no answer reaches has the rate of the one before.
+            rate = accepted / judged if judged else rate
+            unknown = (unknown + cut) * rate
+            total += unknown
+        return 1 + total / self.num_blocks
+
+    @classmethod
+    def pooled(cls, parts: Sequence[MostLikely]) -> MostLikely:
+        """As of all the answers at once. `parts` have the same K."""
+        return cls(
+            num_blocks=sum(part.num_blocks for part in parts),
+            judged=tuple(sum(column) for column in zip(*(part.judged for part in parts), strict=True)),
+            accepted=tuple(sum(column) for column in zip(*(part.accepted for part in parts), strict=True)),
+            cut=tuple(sum(column) for column in zip(*(part.cut for part in parts), strict=True)),
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Acceptance:
     """Predicted acceptance of greedy drafts, as the engine would count it on the same rollouts."""
 
@@ -152,6 +195,18 @@ class Acceptance:
     """Of `alpha`, from answer to answer (blocks of one answer are not independent); NaN of fewer than two answers."""
     num_answers: int
     """Those with a block."""
+    most_likely: MostLikely
+    """Sums behind `limit`."""
+
+    @property
+    def limit(self) -> float:
+        """`alpha` on the same answers if every draft token were the policy's most likely one where it stands.
+
+        It tells a head that is not trained enough (`alpha` far below) from a policy that is not sure (`limit` low). The
+        most likely token is taken position by position, from the policy's whole vocabulary. That is no strict bound: a
+        less likely token can begin a chain that is longer in the mean, and other drafts begin their blocks elsewhere.
+        """
+        return self.most_likely.alpha
 
 
 @dataclass(frozen=True, slots=True)
@@ -555,7 +610,7 @@ def predicted_acceptance(
     accepting when x = d, so a recorded rollout decides the acceptances, and with them the roots, just as the engine's
     noise would. Each visited slot then counts with its p(d) and not with its outcome: the same mean, less noise. Drafts
     past the end of an answer are judged too, as an engine judges them before it cuts, weighed by their chance of being
-    reached.
+    reached. `limit` comes from the same distributions and costs no forward pass.
 
     `features` of the answers, where they are known already, save one of two forward passes. Returns NaN where nothing
     was drafted.
@@ -573,10 +628,13 @@ def predicted_acceptance(
     visits, accepted = [0.0] * num_draft_tokens, [0.0] * num_draft_tokens
     by_answer: list[tuple[int, float]] = []
     """(blocks, accepted drafts)"""
+    most_likely: list[MostLikely] = []
     for answer, walk, feature in zip(answers, walks, judged, strict=True):
-        probs = _probs_of_drafts(policy, feature, walk, sampling)
+        laws = _judge(policy, feature, walk, sampling)
+        most_likely.append(_most_likely(answer, laws, num_draft_tokens, sampling))
         reached, before = 1.0, sum(accepted)
-        for slot, prob in zip(walk, probs, strict=True):
+        for slot in walk:
+            prob = laws.drafted[slot.position - laws.start]
             if slot.position <= len(answer.token_ids):
                 reached = 1.0
             visits[slot.slot] += reached
@@ -596,6 +654,7 @@ def predicted_acceptance(
         num_blocks=num_blocks,
         standard_error=_standard_error_of_ratio(by_answer),
         num_answers=len(by_answer),
+        most_likely=MostLikely.pooled(most_likely),
     )
 
 
@@ -646,20 +705,54 @@ def _extend(answer: Answer, walk: Sequence[_Slot]) -> Answer:
     return Answer((*answer.token_ids, *past_end), answer.prompt_length)
 
 
-def _probs_of_drafts(
-    policy: PreTrainedModel, feature: Features, walk: Sequence[_Slot], sampling: Sampling
-) -> list[float]:
-    """The policy's probability of each judged draft token."""
+@dataclass(frozen=True, slots=True)
+class _Laws:
+    """The policy's distributions at positions `start`, `start` + 1, ... of an answer and of drafts past its end."""
+
+    start: int
+    best_ids: list[int]
+    """The most likely token of its whole vocabulary."""
+    best: list[float]
+    """Its probability."""
+    drafted: list[float]
+    """That of the draft token that is judged there; without meaning where none is."""
+
+
+def _judge(policy: PreTrainedModel, feature: Features, walk: Sequence[_Slot], sampling: Sampling) -> _Laws:
+    """Of every position that a draft can stand at."""
     output = policy_parts(policy).output
-    positions = torch.tensor([slot.position - 1 for slot in walk], dtype=torch.long)
-    draft_ids = torch.tensor([slot.draft_id for slot in walk], dtype=torch.long)
+    start = feature.answer.prompt_length + 1
+    final = feature.final[start - 1 :]
+    draft_ids = torch.zeros(len(final), dtype=torch.long)
+    for slot in walk:
+        draft_ids[slot.position - start] = slot.draft_id
     num_rows = max(1, LOGITS_ELEMENTS // output.weight.shape[0])
-    probs: list[float] = []
-    for rows, ids in zip(positions.split(num_rows), draft_ids.split(num_rows), strict=True):
-        logits = output(feature.final[rows].to(output.weight.dtype))
-        picked = policy_log_probs(logits, sampling).gather(-1, ids[:, None].to(logits.device))
-        probs.extend(picked.exp().flatten().tolist())
-    return probs
+    laws = _Laws(start, [], [], [])
+    for rows, ids in zip(final.split(num_rows), draft_ids.split(num_rows), strict=True):
+        logprobs = policy_log_probs(output(rows.to(output.weight.dtype)), sampling)
+        best = logprobs.max(-1)
+        laws.best_ids.extend(best.indices.tolist())
+        laws.best.extend(best.values.exp().tolist())
+        laws.drafted.extend(logprobs.gather(-1, ids[:, None].to(logprobs.device)).exp().flatten().tolist())
+    return laws
+
+
+def _most_likely(answer: Answer, laws: _Laws, num_draft_tokens: int, sampling: Sampling) -> MostLikely:
+    """Walk the answer as with a head's drafts. Of what comes after its last token, one distribution is known."""
+    end = len(answer.token_ids)
+    stopped = answer.token_ids[-1] in sampling.stop_token_ids
+    known = laws.best_ids[: end - laws.start + (0 if stopped else 1)]
+    # The first root is that of the first position.
+    chains = [[]] * (answer.prompt_length - 1) + [known[i : i + num_draft_tokens] for i in range(len(known))]
+    walk = _walk(answer, chains)
+    judged, accepted, cut = [0] * num_draft_tokens, [0.0] * num_draft_tokens, [0.0] * num_draft_tokens
+    for slot in walk:
+        prob = laws.best[slot.position - laws.start]
+        judged[slot.slot] += 1
+        accepted[slot.slot] += prob
+        if slot.position == end and slot.slot + 1 < num_draft_tokens:
+            cut[slot.slot + 1] += prob
+    return MostLikely(walk[-1].block + 1 if walk else 0, tuple(judged), tuple(accepted), tuple(cut))
 
 
 @torch.no_grad()
