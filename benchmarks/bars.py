@@ -21,6 +21,8 @@ from typing import Literal
 from paceline.observe.provenance import machine
 
 ROOT = Path(__file__).resolve().parent.parent
+MAX_ATTEMPTS = 4
+"""Calibrations before one is given up: each refuses a machine that is busy at the moment."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
 """SmolLM2 after a cold start: fine-tuned to write sums out before RL, as reasoning policies are before theirs.
 
-As it comes, SmolLM2 at temperature 1 gives its own most likely token a probability of less than a half, which bounds
-what any draft of most likely tokens can gain; no reasoning policy goes into RL like that. This one knows the form of
-an answer, and still has the length tail of the sums.
+As it comes, SmolLM2 at temperature 1 is unsure of most of its tokens, which bounds what any draft of most likely tokens
+can gain (`paceline draft eval` prints that limit). This one knows the form of an answer, and still has the length tail
+of the sums.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.bars import Bar, run
+from benchmarks.bars import MAX_ATTEMPTS, Bar, run
 from paceline.drafts.profile import CalibrationPoint, model_seconds, read_profile
 
 THREADS = "1"
@@ -22,8 +22,6 @@ RUNS = {
     "smollm2-chain-sum": ("--run.num_steps", "3"),
 }
 """Overrides by recipe: tiny and SmolLM2."""
-MAX_ATTEMPTS = 4
-"""Calibrations before one is given up: it refuses a machine that is busy at the moment."""
 MAX_DRIFT = 0.2
 """How much longer the same rollouts may seem to take by one of two profiles than by the other."""
 

@@ -19,6 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.bars import MAX_ATTEMPTS
 from paceline.cli.process import ensure_engine_environment
 from paceline.config.load import load_recipe
 from paceline.config.run import Recipe
@@ -29,8 +30,6 @@ LEARNING_CALLS = 2
 """Calls per size with which the chooser sees acceptances before anything is measured; a run has them in every step."""
 MIN_PAIRS = 6
 """Measurements of every arm, however long they take: fewer have no useful interval."""
-MAX_ATTEMPTS = 4
-"""Calibrations before one is given up: it refuses a machine that is busy at the moment."""
 SPEED_SEED = 1234
 
 
